@@ -64,6 +64,16 @@ MODEL = "out/qwen2.5-omni-tiny"
 """The checkpoint as the documentation calls it."""
 POSTED = ("/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize")
 """Where a request shown goes that is no chat completion."""
+FILES = (
+    *("segue_mine/family.py", "segue_mine/stages.py"),  # test_docs_packages.py
+    *(
+        "captions/model.py",
+        "captions/family.py",
+        "captions/stages.py",
+        "captions/two_heads.py",
+    ),  # test_docs_own_model.py
+)
+"""Files of packages that are shown."""
 TWO_GPUS = Hardware(cpus=16, memory_bytes=64 << 30, gpus=(80 << 30, 80 << 30))
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -146,7 +156,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
 def test_marks_are_known(block: Block) -> None:
     """A misspelt mark would leave an example untested."""
     known: dict[str, set[tuple[str, ...]]] = {
-        "python": {(), ("run",), ("run", "server"), ("file=segue_mine/family.py",), ("file=segue_mine/stages.py",)},
+        "python": {(), ("run",), ("run", "server"), *((f"file={path}",) for path in FILES)},
         "yaml": {("deployment",), ("keys",)},
         "json": {("request",), *(("request", path) for path in POSTED), ("answer",), ("error",)},
         "sh": {()},

@@ -24,6 +24,7 @@ stages:
   thinker:
     devices: [cuda:0, cuda:1]
     replicas: 4
+    routing: [session, load]
     memory_share: 0.25
     dtype: bfloat16
     threads: 2
@@ -71,6 +72,7 @@ def test_everything_that_can_be_said(graph: StageGraph, two_gpus: Hardware, tmp_
     assert (thinker.dtype, thinker.threads, thinker.max_batch, thinker.load_format) == ("bfloat16", 2, 32, "dummy")
     assert (thinker.max_tokens_per_step, thinker.max_model_len, thinker.block_size) == (1024, 4096, 32)
     assert (thinker.kv_blocks, thinker.prefix_caching, thinker.options) == (100, False, {"look_ahead": 2})
+    assert thinker.routing == ("session", "load")
     assert thinker.sampling == SamplingParams(temperature=0.7, stop=["end"])
     talker = plan.stages["talker"]
     assert (talker.devices, talker.dtype, talker.max_batch) == (("cpu",), "float16", 5)
@@ -83,7 +85,7 @@ def test_everything_that_can_be_said(graph: StageGraph, two_gpus: Hardware, tmp_
     assert plan.edge("talker", "vocoder").kind == "inproc"
     assert plan.edge("talker", "vocoder").budget == 4096
     assert plan.edge("input", "thinker").connector == "shm"
-    assert plan.groups == (("input",), ("encoder",), ("thinker",), ("talker", "vocoder"))
+    assert plan.groups == (("input",), ("encoder",), ("thinker",), ("talker", "vocoder"), ("output",))
     assert plan.group_of("vocoder") == ("talker", "vocoder")
     assert plan.limits == Limits(
         max_waiting=3,
@@ -159,6 +161,16 @@ def stage(**keys: Any) -> dict[str, Any]:
         (stage(max_batch=0), "stages.thinker.max_batch is 0; it must be an integer of at least 1"),
         (stage(max_batch=True), "stages.thinker.max_batch is True; it must be an integer"),
         (stage(replicas=0), "stages.thinker.replicas is 0; it must be an integer of at least 1"),
+        (stage(routing="prefx"), r"stages.thinker.routing is 'prefx'; it must be of load, .*did you mean 'prefix'"),
+        (
+            stage(routing=["load", "load"]),
+            "stages.thinker.routing is .*; it must be one of load, prefix, session, or a",
+        ),
+        (stage(routing=[]), r"stages.thinker.routing is \[\]; it must be one of"),
+        (
+            {"stages": {"talker": {"routing": "load"}, "vocoder": {"routing": "session", "fuse_with": "talker"}}},
+            "'vocoder' has routing session and 'talker' has load; fused stages share a worker",
+        ),
         (stage(memory_share=1.5), "stages.thinker.memory_share is 1.5; it must be a number above 0 and at most 1"),
         (stage(memory_share="half"), "stages.thinker.memory_share is 'half'; it must be a number"),
         (stage(prefix_caching="yes"), "stages.thinker.prefix_caching is 'yes'; it must be true or false"),

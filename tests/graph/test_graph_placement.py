@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from segue.graph.deployment.deployment import Hardware, Plan
 from segue.graph.deployment.loader import load_plan
-from segue.graph.stage_graph import StageGraph
+from segue.graph.stage_graph import BUILT_IN, StageGraph
 from segue.messages.errors import ConfigError
 
 Lay = Callable[..., Plan]
@@ -22,27 +22,28 @@ def test_a_machine_without_a_gpu(graph: StageGraph, laptop: Hardware) -> None:
     plan = load_plan(graph, hardware=laptop)
     assert {stage.devices for stage in plan.stages.values()} == {("cpu",)}
     assert {stage.dtype for stage in plan.stages.values()} == {"float32"}
-    assert {stage.threads for stage in plan.stages.values()} == {1}, "five workers on two cores"
+    assert {stage.threads for stage in plan.stages.values()} == {1}, "six workers on two cores"
     assert plan.stages["thinker"].max_tokens_per_step == 512
-    assert len(plan.groups) == 5
-    assert plan.stages["input"].memory_share == 0
+    assert len(plan.groups) == 6
+    assert plan.stages["input"].memory_share == plan.stages["output"].memory_share == 0
 
 
 def test_one_worker_has_all_cores(graph: StageGraph) -> None:
     plan = load_plan(graph, {"defaults": {"fuse_with": "thinker"}}, hardware=Hardware(8, GiB))
-    assert plan.groups == (("input",), ("encoder", "thinker", "talker", "vocoder"))
+    assert plan.groups == (("input",), ("encoder", "thinker", "talker", "vocoder"), ("output",))
     assert plan.stages["talker"].threads == 7, "the cores but the input's, by weight"
-    assert {edge.kind for edge in plan.edges if edge.source != "input"} == {"inproc"}
+    assert {edge.kind for edge in plan.edges if edge.source != "input" and edge.target != "output"} == {"inproc"}
 
 
 def test_a_machine_with_gpus(graph: StageGraph, two_gpus: Hardware) -> None:
     plan = load_plan(graph, hardware=two_gpus)
-    assert plan.stages["input"].devices == ("cpu",)
-    assert {name: stage.devices[0] for name, stage in plan.stages.items() if name != "input"} == {
+    assert {name: stage.devices[0] for name, stage in plan.stages.items()} == {
+        "input": "cpu",
         "encoder": "cuda:0",
         "thinker": "cuda:1",
         "talker": "cuda:0",
         "vocoder": "cuda:0",
+        "output": "cpu",
     }
     assert plan.stages["thinker"].dtype == "bfloat16"
     assert plan.stages["thinker"].memory_share == 0.9
@@ -65,11 +66,12 @@ def test_defaults_fit_any_machine(
         for replica in range(stage.replicas):
             device = stage.device_of(replica)
             used[device] = used.get(device, 0.0) + stage.memory_share
-        assert stage.memory_share > 0 or stage.name == "input"
-        assert (stage.devices == ("cpu",)) == (not gpus or stage.name == "input")
+        assert stage.memory_share > 0 or stage.name in BUILT_IN
+        assert (stage.devices == ("cpu",)) == (not gpus or stage.name in BUILT_IN)
     assert all(share <= 0.9 + 1e-9 for share in used.values())
-    # several workers of the input stage are there for files that take long: they share a core
-    once = {group: 1 if group == ("input",) else plan.stages[group[0]].replicas for group in plan.groups}
+    # several workers of the input stage are there for files that take long: they share a core; encoding takes little
+    counts = {"input": 1, "output": 0}
+    once = {group: counts.get(group[0], plan.stages[group[0]].replicas) for group in plan.groups}
     workers = [plan.stages[group[0]] for group, count in once.items() for _ in range(count)]
     assert all(worker.threads >= 1 for worker in workers)
     assert sum(worker.threads for worker in workers) <= max(cpus, len(workers)), "cores are not oversubscribed"
@@ -80,7 +82,7 @@ def test_what_the_file_takes_is_not_given_twice(plan: Lay) -> None:
     assert laid.stages["thinker"].memory_bytes == 40 * GiB
     others = [stage for name, stage in laid.stages.items() if name not in ("thinker", "input")]
     assert sum(stage.memory_share for stage in others if stage.devices == ("cuda:0",)) <= 0.4
-    assert sum(stage.threads for stage in laid.stages.values()) <= 16
+    assert sum(stage.threads for name, stage in laid.stages.items() if name != "output") <= 16
 
 
 def test_a_denoiser_has_all_the_cores(laptop: Hardware) -> None:
@@ -101,7 +103,7 @@ def test_a_denoiser_has_all_the_cores(laptop: Hardware) -> None:
 
 def test_more_threads_than_cores_if_the_file_says_so(graph: StageGraph, laptop: Hardware) -> None:
     plan = load_plan(graph, {"defaults": {"threads": 2}}, hardware=laptop)
-    assert [stage.threads for stage in plan.stages.values()] == [1, 2, 2, 2, 2]
+    assert [stage.threads for stage in plan.stages.values()] == [1, 2, 2, 2, 2, 1]
 
 
 def test_little_is_left(graph: StageGraph) -> None:

@@ -28,10 +28,12 @@ small: takes image, text; gives audio, text; main output from thinker
    input    module          -            -
 0  thinker  autoregressive  image, text  text
 1  vocoder  module          -            audio
+   output   module          -            -
 
 edge                when
 input -> thinker    -
 thinker -> vocoder  wants_audio
+vocoder -> output   WantsFile
 """
 
 PLAN = """\
@@ -41,10 +43,12 @@ small: takes image, text; gives audio, text; main output from thinker
    input    module          -            -      cpu      4         -       float32  1        16     -
 0  thinker  autoregressive  image, text  text   cpu      1         34.2%   float32  3        64     vocoder
 1  vocoder  module          -            audio  cpu      1         5.7%    float32  3        16     thinker
+   output   module          -            -      cpu      1         -       float32  1        16     -
 
 edge                when         connector  kind    budget
 input -> thinker    -            shm        shm     64 MiB
 thinker -> vocoder  wants_audio  inproc     inproc  64 MiB
+vocoder -> output   WantsFile    shm        shm     64 MiB
 """
 
 MERMAID = """\
@@ -52,8 +56,10 @@ flowchart LR
     s0["input<br>module"]
     s1["thinker<br>autoregressive<br>takes image, text"]
     s2["vocoder<br>module"]
+    s3["output<br>module"]
     s0 --> s1
     s1 -. wants_audio .-> s2
+    s2 -. WantsFile .-> s3
     s1 --> s1_text([text])
     s2 --> s2_audio([audio])
 """
@@ -65,8 +71,10 @@ flowchart LR
         s1["thinker<br>autoregressive<br>takes image, text<br>1 on cpu"]
         s2["vocoder<br>module<br>1 on cpu"]
     end
+    s3["output<br>module<br>1 on cpu"]
     s0 --> s1
     s1 -. wants_audio .-> s2
+    s2 -. WantsFile .-> s3
     s1 --> s1_text([text])
     s2 --> s2_audio([audio])
 """
@@ -75,6 +83,16 @@ flowchart LR
 def test_a_graph() -> None:
     assert as_text(small()) == TEXT
     assert as_mermaid(small()) == MERMAID
+
+
+def test_a_tensor() -> None:
+    graph = small()
+    graph.stage("world", "autoregressive", takes={"actions"})
+    graph.edge("world", "thinker")
+    graph.tensor("actions", dtype="float32", shape=(6, None), tokens=6, most=9)
+    graph.validate()
+    assert as_text(graph).startswith("small: takes actions, image, text;")
+    assert as_text(graph).endswith("\n\ntensor actions: float32 [6, any], 6 tokens, at most 9\n")
 
 
 def test_a_plan() -> None:

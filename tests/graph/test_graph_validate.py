@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -76,13 +77,22 @@ def silent_main(g: StageGraph) -> None:
     g.edge("other", "thinker")
 
 
+def tensor(name: str = "actions", **changes: Any) -> Callable[[StageGraph], None]:
+    def declare(g: StageGraph) -> None:
+        g.stage("world", "autoregressive", takes={"actions"})
+        g.edge("world", "thinker")
+        g.tensor(name, **{"dtype": "float32", "shape": (6, None), "tokens": 6, "most": 9, **changes})
+
+    return declare
+
+
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
         (cycle, "graph 'm' has a cycle: talker -> vocoder -> talker"),
         (unknown_target, "edge 'thinker' -> 'talkr' names no stage 'talkr' of this graph; did you mean 'talker'?"),
         (same_name, "two stages called 'thinker'"),
-        (called_input, "every graph already has a stage 'input'"),
+        (called_input, "it already has a stage 'input' of its own"),
         (same_edge, "edge 'thinker' -> 'talker' is declared twice"),
         (lambda g: g.edge("thinker", "thinker"), "edge 'thinker' -> 'thinker' connects a stage to itself"),
         (lambda g: g.edge("thinker", INPUT), "no edge may lead to 'input'"),
@@ -100,6 +110,13 @@ def silent_main(g: StageGraph) -> None:
         (lambda g: g.stage("0", "module"), "stage '0': a name must be a letter, then"),
         (two_mains, "marks 'a', 'b' as main"),
         (two_texts, "any of 'thinker', 'other' could make the main output; mark one with main=True"),
+        (tensor("image"), "tensor 'image': a name is a letter, then letters, digits, - and _; each differs from"),
+        (tensor("action"), "tensor 'action' is taken by no stage; name it in takes= of one"),
+        (tensor(dtype="float"), "tensor 'actions' has dtype 'float'; did you mean 'float32'?"),
+        (tensor(shape=(6, 0)), r"tensor 'actions' has shape \(6, 0\); each size is at least 1"),
+        (tensor(tokens=5), "tensor 'actions' has 5 tokens; it must be 1, or the size of the first axis"),
+        (tensor(most=0), "tensor 'actions' has most=0; it must be at least 1"),
+        (lambda g: g.stage("world", "autoregressive", takes={"actions"}), "takes 'actions'; did you mean 'audio'?"),
         (silent_main, "stage 'other' is marked main, but gives nothing"),
     ],
 )
@@ -134,13 +151,14 @@ def test_a_change_is_checked_again() -> None:
 
 
 def test_reading(graph: StageGraph) -> None:
-    assert list(graph.stages) == ["input", "encoder", "thinker", "talker", "vocoder"]
+    assert list(graph.stages) == ["input", "encoder", "thinker", "talker", "vocoder", "output"]
     assert graph.takes == {"text", "image", "audio", "video"}
     assert graph.gives == {"text", "audio"}
     assert graph.outputs == ("thinker", "vocoder")
     assert [edge.source for edge in graph.edges if edge.target == "thinker"] == ["input", "encoder"]
     assert graph.downstreams(INPUT) == ("encoder", "thinker")
-    assert graph.topological() == ("input", "encoder", "thinker", "talker", "vocoder")
+    assert graph.topological() == ("input", "encoder", "thinker", "talker", "vocoder", "output")
+    assert graph.downstreams("vocoder") == ("output",), "it makes files of what is no text"
     assert graph.main == "thinker"
     assert graph.stages["encoder"].media_only
     assert not graph.stages["thinker"].media_only
@@ -167,7 +185,11 @@ def test_an_edge_from_the_input_may_be_drawn() -> None:
     graph.stage("talker", "autoregressive", gives={"audio"})
     graph.edge(INPUT, "talker")  # takes no modality, wants the voice
     graph.validate()
-    assert [(edge.source, edge.target) for edge in graph.edges] == [(INPUT, "thinker"), (INPUT, "talker")]
+    assert [(edge.source, edge.target) for edge in graph.edges] == [
+        (INPUT, "thinker"),
+        (INPUT, "talker"),
+        ("talker", "output"),
+    ]
     assert graph.edges[0].condition == "wants_voice"
 
 
@@ -198,4 +220,5 @@ def test_conditions_have_names(when: Callable[[Request], bool] | None, name: str
     graph = base()
     graph.stage("talker", "autoregressive", gives={"audio"})
     graph.edge("thinker", "talker", when=when)
-    assert graph.edges[-1].condition == name
+    [edge] = [edge for edge in graph.edges if edge.source == "thinker"]
+    assert edge.condition == name

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue.graph.stage_graph import INPUT, StageGraph, Walk
+from segue.graph.stage_graph import INPUT, OUTPUT, StageGraph, Walk
 from segue.messages.errors import InvalidRequest
+from segue.messages.formats import Format
 from segue.messages.request import MediaPart, Message, Request
 
 KINDS = ("image", "audio", "video")
@@ -60,6 +61,16 @@ def test_both(graph: StageGraph) -> None:
     walk = graph.walk(ask("text", "audio"))
     assert "encoder" not in walk
     assert heard(walk) == ["thinker", "vocoder"]
+
+
+def test_a_file_is_made_by_the_output_stage(graph: StageGraph) -> None:
+    request = ask("text", "audio")
+    request.formats = {"audio": Format(name="mp3")}
+    walk = graph.walk(request)
+    assert [*walk] == [INPUT, "thinker", "talker", "vocoder", OUTPUT]
+    assert heard(walk) == ["thinker", OUTPUT], "text does not pass through it"
+    assert (walk["vocoder"].encoded, walk["vocoder"].downstreams) == ({"audio"}, {OUTPUT})
+    assert (walk[OUTPUT].to_client, walk[OUTPUT].upstreams) == ({"audio"}, {"vocoder"})
 
 
 def test_a_false_condition_is_no_edge() -> None:

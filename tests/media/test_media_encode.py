@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from segue.media.encode import AUDIO_FORMATS, audio_encoder, encode_audio, encode_png, pcm16
+from segue.media.encode import audio_encoder, encode_audio, encode_png, pcm16
 from segue.messages.errors import InvalidRequest
+from segue.messages.formats import AUDIO_FORMATS
 
 CODECS = sorted(set(AUDIO_FORMATS) - {"pcm16"})
 

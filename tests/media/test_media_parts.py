@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from segue.media.parts import PYTHON_POLICY, MediaPolicy, messages_from
+from segue.media.parts import PYTHON_POLICY, MediaPolicy, messages_from, parts_beside
 from segue.media.sources import _PinnedConnection
 from segue.messages.errors import InvalidRequest, NotFound, TooLarge
 from segue.messages.request import ArrayInfo, MediaPart, Message, TextPart
@@ -534,3 +534,45 @@ def test_any_json_is_taken_or_refused_by_name(messages: object) -> None:
     else:
         assert made
         assert all(isinstance(message, Message) for message in made)
+
+
+# ── media beside a prompt ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_media_beside_a_prompt_are_the_parts_of_a_chat() -> None:
+    image, clip = np.zeros((4, 6, 3), np.uint8), np.zeros((2, 4, 6, 3), np.uint8)
+    samples = np.zeros(5, np.float32)
+    one = {"image": image, "video": (clip, 2.0), "audio": (samples, 8000)}
+    expected = [only({"type": kind, kind: source}, PYTHON_POLICY) for kind, source in one.items()]
+    for data in (one, {kind: [source] for kind, source in one.items()}):
+        made = parts_beside(data, PYTHON_POLICY)
+        assert [(part.kind, part.data, part.array) for part in made] == [
+            (part.kind, part.data, part.array) for part in expected
+        ]
+    frames = [Image.fromarray(frame) for frame in clip]
+    assert [part.array for part in parts_beside({"video": frames}, CLOSED)] == [ArrayInfo("uint8", (2, 4, 6, 3))]
+    assert [part.array for part in parts_beside({"video": [*clip]}, CLOSED)] == [ArrayInfo("uint8", (2, 4, 6, 3))]
+    assert [part.array for part in parts_beside({"image": frames}, CLOSED)] == [ArrayInfo("uint8", (4, 6, 3))] * 2
+    assert [part.array for part in parts_beside({"audio": [0.0, 0.5]}, CLOSED)] == [ArrayInfo("float32", (2,))]
+    urls = parts_beside({"image": ["data:,a", "data:,b"], "audio": None}, CLOSED)
+    assert [(part.data, part.field) for part in urls] == [
+        (b"a", "multi_modal_data.image[0]"),
+        (b"b", "multi_modal_data.image[1]"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "field", "says"),
+    [
+        ("data:,a", "multi_modal_data", "must be an object: kind of media"),
+        ({"images": "data:,a"}, "multi_modal_data.images", "did you mean 'image'"),
+        ({"image": "photo.jpg"}, "multi_modal_data.image", "reads no files"),
+        ({"image": ["data:,a", 5]}, "multi_modal_data.image[1]", "is a int; it must be a PIL image"),
+        ({"image": {"image_embeds": np.zeros((2, 8))}}, "multi_modal_data.image", "is a dict; it must be a PIL image"),
+        ({"image": ["data:,a"] * 65}, "multi_modal_data", "has 65 media parts; at most 64"),
+    ],
+)
+def test_wrong_media_beside_a_prompt_are_named(data: object, field: str, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says) as caught:
+        parts_beside(data, CLOSED)
+    assert caught.value.field == field

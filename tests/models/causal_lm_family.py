@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from made_engine import engine_over
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveContext
-from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.contract import StageOutput, StageRequest
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK, SamplingParams
@@ -281,10 +281,10 @@ def varied(directory: Path, given: Sequence[Sequence[int]], tokens: int) -> list
 class Served:
     """An engine over an adapter."""
 
-    def __init__(self, adapter: LLM, *, ahead: bool | None = None, **config: Any) -> None:
+    def __init__(self, adapter: Any, *, ahead: bool | None = None, **config: Any) -> None:
         self.adapter = adapter
         sizes = AutoregressiveConfig(**{"num_blocks": 512, "block_size": 8, "max_batch": 32, **config})
-        self.engine = AutoregressiveEngine(adapter, sizes, ahead=ahead)
+        self.engine = engine_over(adapter, sizes, ahead=ahead)
 
     def run(self, given: Sequence[Sequence[int]], tokens: int, **sampling: Any) -> list[list[int]]:
         """Greedy answers of all prompts at once."""

@@ -14,6 +14,8 @@ from segue.messages.errors import (
     StageLost,
 )
 from segue.messages.sampling import SamplingParams
+from segue.orchestrator.omni import AsyncOmni
+from segue.orchestrator.request_state import RequestState
 
 pytestmark = pytest.mark.usefixtures("toy_path")
 
@@ -99,6 +101,43 @@ def test_a_sibling_takes_over(system: System, tmp_path: Path) -> None:
             assert_right(await task, "twins")
 
     system.run(body)
+
+
+def test_all_requests_of_a_dead_worker_go_to_its_sibling_at_once(system: System, tmp_path: Path) -> None:
+    """kill -9 of one of two under load: they do not wait for its replacement, and nothing is lost or sent twice."""
+
+    async def body() -> None:
+        gate = Gate(tmp_path)
+        async with system.own(stages={"counter": {"replicas": 2}, "tone": {"replicas": 2}}) as omni:
+            workers = omni.orchestrator.replicas.of_group(("counter",))
+            while any(worker.state != "ready" for worker in workers):
+                await asyncio.sleep(0)
+            held = asyncio.create_task(collect(omni, both("held", hold=gate.option("counter", 5))))
+            end = await gate.reached()
+            texts = [f"load {number}" for number in range(12)]
+            tasks = [asyncio.create_task(collect(omni, both(text))) for text in texts]
+            [busy] = [worker for worker in workers if any(r.id in worker.working for r in running(omni, "held"))]
+            [sibling] = [worker for worker in workers if worker is not busy]
+            while len(busy.working) < 3:
+                await asyncio.sleep(0)
+            pid, worker = busy.pid, busy.worker
+            assert pid is not None
+            await kill(pid, end)
+            while busy.worker == worker:
+                await asyncio.sleep(0)
+            assert {request.stages["counter"].worker for request in running(omni)} == {sibling.worker}
+            gate.remove()
+            assert_right(await held, "held")
+            for task, text in zip(tasks, texts, strict=True):
+                assert_right(await task, text)
+
+    system.run(body)
+
+
+def running(omni: AsyncOmni, text: str = "") -> list[RequestState]:
+    """The requests that run, with this text."""
+    states = list(omni.orchestrator.requests.values())
+    return [one for one in states if text in "".join(map(str, one.request.messages[0].content))]
 
 
 @pytest.mark.parametrize("at", [0, 6])

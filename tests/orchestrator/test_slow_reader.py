@@ -7,7 +7,8 @@ import asyncio
 import pytest
 from toy_system import System, assert_right, both, kill, pid_of
 
-from segue.messages.deltas import AudioDelta, Delta, TextDelta
+from segue.messages.deltas import AudioDelta, Delta, EncodedDelta, TextDelta
+from segue.messages.formats import Format
 from segue.orchestrator.client_queue import ClientQueue
 from segue.orchestrator.outputs import Collector
 
@@ -25,15 +26,18 @@ def long(text: str) -> dict[str, object]:
 
 def test_unread_output_is_bounded_and_delays_nobody(system: System) -> None:
     """While others get as much as they ask for, a client that stopped reading has a fraction of it waiting; so it is
-    after its worker was killed; and when it reads on, nothing is missing."""
+    after its worker was killed; and when it reads on, nothing is missing. Half of them want a file."""
 
     async def body() -> None:
         config = {"limits": {"unread_bytes": UNREAD}, "stages": {"counter": {"max_model_len": 2048}}}
         async with system.own(**config) as omni:
             texts = [f"slow {number}" for number in range(4)]
             requests = [omni.request(long(text)) for text in texts]
+            for request in requests[::2]:
+                request.formats = {"audio": Format(name="wav")}
             streams = [omni.stream(request) for request in requests]
-            collectors = [Collector(request.request_id, wants_audio=True) for request in requests]
+            collectors = [Collector(one.request_id, wants_audio=not one.formats) for one in requests]
+            sizes = [0] * len(requests)
             for stream, collector in zip(streams, collectors, strict=True):
                 collector.add(await anext(stream))
             assert_right(await omni.generate(long("quick")), "quick", TOKENS)
@@ -48,9 +52,12 @@ def test_unread_output_is_bounded_and_delays_nobody(system: System) -> None:
             async def read(index: int) -> None:
                 async for delta in streams[index]:
                     collectors[index].add(delta)
+                    if isinstance(delta, EncodedDelta):
+                        sizes[index] += len(delta.data)
                 assert_right(collectors[index].output(), texts[index], TOKENS)
 
             await asyncio.gather(*(read(index) for index in range(len(texts))))
+            assert sizes[::2] == [44 + (TOKENS + len(text) - 1) * 480 for text in texts[::2]]
 
     system.run(body)
 

@@ -13,8 +13,20 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 
-from segue.messages.deltas import AudioDelta, Delta, Finished, ImageDelta, RequestMetrics, TextDelta, TokensDelta, Usage
+from segue.media.audio_file import AudioFile
+from segue.messages.deltas import (
+    AudioDelta,
+    Delta,
+    EncodedDelta,
+    Finished,
+    ImageDelta,
+    RequestMetrics,
+    TextDelta,
+    TokensDelta,
+    Usage,
+)
 from segue.messages.errors import InvalidRequest, NotFound
+from segue.messages.formats import AUDIO_FORMATS
 from segue.messages.request import Message, Request, TextPart
 from segue.orchestrator.service import Health, ModelCard, ReplicaHealth, StageHealth
 from segue.server.serve import http_server, listen
@@ -65,6 +77,34 @@ async def speak(request: Request) -> AsyncGenerator[Delta]:
     yield finished()
 
 
+async def as_files(request: Request, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
+    """What the output stage makes of the deltas, if the request names formats."""
+    form = request.formats.get("audio")
+    file: AudioFile | None = None
+    sent, seconds, stage = 0, 0.0, "vocoder"
+
+    def piece(data: bytes, rate: int, *, last: bool = False) -> EncodedDelta:
+        nonlocal sent
+        assert form is not None
+        facts = {"sample_rate": rate, "seconds": seconds}
+        made = EncodedDelta(stage, "audio", 0, sent, AUDIO_FORMATS[form.name], data, last, facts)
+        sent = made.end
+        return made
+
+    rate = RATE
+    async for delta in deltas:
+        if isinstance(delta, AudioDelta) and form is not None:
+            rate = delta.sample_rate
+            file = file or AudioFile(form, rate)
+            seconds += len(delta.array) / rate
+            if data := await asyncio.to_thread(file.feed, delta.array):
+                yield piece(data, rate)
+            continue
+        if isinstance(delta, Finished) and form is not None and (file or form.whole):
+            yield piece(await asyncio.to_thread((file or AudioFile(form, rate)).finish), rate, last=True)
+        yield delta
+
+
 class FakeService:
     """Plays `script` for every request; remembers requests and which were cancelled."""
 
@@ -98,7 +138,7 @@ class FakeService:
         self.requests.append(request)
         ended = False
         try:
-            async for delta in self.script(request):
+            async for delta in as_files(request, self.script(request)):
                 ended = isinstance(delta, Finished)
                 yield delta
             ended = True
@@ -110,7 +150,8 @@ class FakeService:
         """Plays the script once for the request, and once for each piece."""
         self.requests.append(request)
         ended = False
-        try:
+
+        async def played() -> AsyncGenerator[Delta]:
             async for delta in self.script(request):
                 if not isinstance(delta, Finished):
                     yield delta
@@ -121,6 +162,10 @@ class FakeService:
                     if not isinstance(delta, Finished):
                         yield delta
             yield finished()
+
+        try:
+            async for delta in as_files(request, played()):
+                yield delta
             ended = True
         finally:
             if not ended:

@@ -15,6 +15,7 @@ from segue.messages.diffusion import STEP_CACHES
 from segue.messages.errors import ConfigError, InvalidRequest, NotFound, SegueError
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL import Image
 
     from segue.orchestrator.omni import AsyncOmni
@@ -56,6 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="FILE",
             help="file to send with the prompt; may be given repeatedly",
         )
+    parser.add_argument(
+        "--tensor",
+        type=_file_of,
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="a .npy file to send as one of the named tensors that the model takes; may be given repeatedly",
+    )
     parser.add_argument("--voice", help="voice of the speech; default: the model's first")
     parser.add_argument(
         "--lora",
@@ -159,10 +168,30 @@ def _prompt(arguments: argparse.Namespace) -> Any:
         for kind, paths in (("image", arguments.image), ("audio", arguments.audio), ("video", arguments.video))
         for path in paths
     ]
+    parts += [{"type": "tensor", "name": name, "data": _array(path)} for name, path in arguments.tensor]
     text = [] if arguments.prompt is None else [{"type": "text", "text": arguments.prompt}]
     if not parts and not text:
         raise ConfigError("give a prompt, or a recording with --audio", field="prompt")
     return {"messages": [{"role": "user", "content": [*parts, *text]}]} if parts else arguments.prompt
+
+
+def _file_of(text: str) -> tuple[str, Path]:
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FILE")
+    return name, Path(path)
+
+
+def _array(path: Path) -> np.ndarray:
+    """Read an array. Raises `ConfigError`."""
+    import numpy
+
+    try:
+        with path.open("rb") as file:
+            array: np.ndarray = numpy.lib.format.read_array(file, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tensor {str(path)!r} is not a readable .npy file: {error}", field="tensor") from error
+    return array
 
 
 def _parameters(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -241,7 +270,8 @@ def _asked(modality: str, gives: frozenset[str]) -> list[str]:
 
 def _modality(gives: frozenset[str], output: Path | None) -> str | None:
     """Return the modality of the output file's extension; None: text. Raises `ConfigError` if the model lacks it."""
-    from segue.media.encode import AUDIO_FORMATS, check_audio_format
+    from segue.media.encode import check_audio_format
+    from segue.messages.formats import AUDIO_FORMATS
 
     endings = {
         **dict.fromkeys(_IMAGES, "image"),
@@ -271,7 +301,8 @@ def _modality(gives: frozenset[str], output: Path | None) -> str | None:
 def _check_no_input(output: Path, arguments: argparse.Namespace) -> None:
     """Raise `ConfigError` if the output would replace a file that the request reads."""
     adapter = [] if arguments.lora is None else [Path(arguments.lora.rpartition("=")[2]).expanduser()]
-    read = [*arguments.image, *arguments.audio, *arguments.video, *filter(None, [arguments.mask]), *adapter]
+    tensors = [path for _, path in arguments.tensor]
+    read = [*arguments.image, *arguments.audio, *arguments.video, *tensors, *filter(None, [arguments.mask]), *adapter]
     for path in _paths(output, arguments.number or 1):
         for given in read:
             if path.exists() and given.exists() and path.samefile(given):

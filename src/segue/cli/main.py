@@ -391,8 +391,11 @@ async def _serve_until_told(arguments: argparse.Namespace, settings: ServerSetti
 def _graph(arguments: argparse.Namespace) -> int:
     from segue.graph.deployment.loader import load_plan, stage_overrides
     from segue.graph.machine.account import cautions
+    from segue.graph.machine.further import further_workers
+    from segue.graph.parts import full_name
     from segue.graph.render import as_mermaid, as_text
     from segue.models.model_graph import read_models
+    from segue.models.shared.checkpoint.stored import stored_bytes
     from segue.orchestrator.serving import check_models
 
     models = read_models(arguments.model)
@@ -411,7 +414,15 @@ def _graph(arguments: argparse.Namespace) -> int:
     check_models(models, plan)
     for caution in cautions(plan):
         print(f"segue: warning: {caution}", file=sys.stderr)
-    print(as_mermaid(models.graph) if arguments.mermaid else as_text(plan))
+    if arguments.mermaid:
+        print(as_mermaid(models.graph))
+        return 0
+    stored = {
+        full_name(member, stage): size
+        for member, one in models.members.items()
+        for stage, size in stored_bytes(one.directory, one.graph).items()
+    }
+    print(f"{as_text(plan)}\n{further_workers(plan, stored)}", end="")
     return 0
 
 

@@ -41,12 +41,16 @@ class StageRequest:
     """Stages that receive this one's output; output without a receiver need not be captured."""
     to_client: frozenset[str]
     """Modalities of this stage's output that the client receives, e.g. {"text"}."""
+    encoded: frozenset[str] = frozenset()
+    """Those that the client receives as files, from the output stage."""
     resume: list[Unit] = field(default_factory=list)
     """Units that an earlier attempt had emitted: prefill them and continue. They are emitted downstream again."""
     resume_others: list[list[Unit]] = field(default_factory=list)
     """The same for outputs 1, 2, …, if the request asks for several."""
     turns: list[TurnEnd] = field(default_factory=list)
     """The turns of `resume` that had ended, if the input is open."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What a transfer keeps from one output of the request to the next, by a key of its own. A new attempt has none."""
     priority: int = 0
     arrival: float = field(default_factory=time.monotonic)
 

@@ -6,18 +6,22 @@ import re
 from collections.abc import Mapping, Sequence
 
 from segue.graph.kinds.registry import kinds
-from segue.graph.parts import INPUT, Edge, Stage
+from segue.graph.parts import BUILT_IN, INPUT, OUTPUT, Edge, Stage
 from segue.messages.errors import ConfigError, nearest
+from segue.messages.tensors import DTYPES, TensorSpec
 
 MODALITIES = ("text", "image", "audio", "video", "embedding", "score", "classes")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 """Names appear in file keys, metric labels and diagrams; a leading digit could be mistaken for a stage number."""
 
 
-def check(graph: str, stages: Sequence[Stage], edges: Sequence[Edge]) -> None:
+def check(graph: str, stages: Sequence[Stage], edges: Sequence[Edge], tensors: Sequence[TensorSpec] = ()) -> None:
     """Raise `ConfigError` for the first mistake in the graph called `graph`."""
+    taken = frozenset().union(*(stage.takes for stage in stages))
+    for spec in tensors:
+        _check_tensor(graph, spec, [other.name for other in tensors], taken)
     for stage in stages:
-        _check_stage(graph, stage, {other.name for other in stages})
+        _check_stage(graph, stage, {other.name for other in stages}, [spec.name for spec in tensors])
     _check_duplicates(graph, stages)
     _check_edges(graph, {stage.name for stage in stages}, edges)
     topological(graph, [stage.name for stage in stages], edges)  # raises if there is a cycle
@@ -66,16 +70,33 @@ def reachable(start: str, steps: Mapping[str, Sequence[str]]) -> frozenset[str]:
     return frozenset(seen)
 
 
-def _check_stage(graph: str, stage: Stage, names: set[str]) -> None:
+def _check_tensor(graph: str, spec: TensorSpec, names: Sequence[str], taken: frozenset[str]) -> None:
+    where = f"graph {graph!r}: tensor {spec.name!r}"
+    if not _NAME.fullmatch(spec.name) or spec.name in MODALITIES or names.count(spec.name) > 1:
+        raise ConfigError(f"{where}: a name is a letter, then letters, digits, - and _; each differs from modalities")
+    if spec.dtype not in DTYPES:
+        raise ConfigError(f"{where} has dtype {spec.dtype!r}{nearest(spec.dtype, DTYPES)}")
+    if not all(size is None or size > 0 for size in spec.shape):
+        raise ConfigError(f"{where} has shape {spec.shape}; each size is at least 1, or None for any")
+    if spec.tokens != 1 and spec.shape[:1] != (spec.tokens,):
+        raise ConfigError(f"{where} has {spec.tokens} tokens; it must be 1, or the size of the first axis")
+    if spec.most < 1:
+        raise ConfigError(f"{where} has most={spec.most}; it must be at least 1")
+    if spec.name not in taken:
+        raise ConfigError(f"{where} is taken by no stage; name it in takes= of one")
+
+
+def _check_stage(graph: str, stage: Stage, names: set[str], tensors: Sequence[str]) -> None:
     where = f"graph {graph!r}: stage {stage.name!r}"
     if not _NAME.fullmatch(stage.name):
         raise ConfigError(f"{where}: a name must be a letter, then letters, digits, - and _")
     if stage.engine not in kinds():
         raise ConfigError(f"{where} has engine {stage.engine!r}{nearest(stage.engine, kinds())}")
-    for verb, modalities in (("takes", stage.takes), ("gives", stage.gives)):
+    inputs = (*MODALITIES, *tensors)
+    for verb, modalities, known in (("takes", stage.takes, inputs), ("gives", stage.gives, MODALITIES)):
         for modality in sorted(modalities):
-            if modality not in MODALITIES:
-                raise ConfigError(f"{where} {verb} {modality!r}{nearest(modality, MODALITIES)}")
+            if modality not in known:
+                raise ConfigError(f"{where} {verb} {modality!r}{nearest(modality, known)}")
     if stage.fuse_with == stage.name:
         raise ConfigError(f"{where} has fuse_with {stage.name!r}, itself; name another stage")
     if stage.fuse_with is not None and stage.fuse_with not in names:
@@ -85,8 +106,8 @@ def _check_stage(graph: str, stage: Stage, names: set[str]) -> None:
 def _check_duplicates(graph: str, stages: Sequence[Stage]) -> None:
     seen: set[str] = set()
     for stage in stages:
-        if stage.name in seen and stage.name == INPUT:
-            raise ConfigError(f"graph {graph!r}: every graph already has a stage {INPUT!r}; choose another name")
+        if stage.name in seen and stage.name in BUILT_IN:
+            raise ConfigError(f"graph {graph!r}: it already has a stage {stage.name!r} of its own; choose another name")
         if stage.name in seen:
             raise ConfigError(f"graph {graph!r} has two stages called {stage.name!r}; names must differ")
         seen.add(stage.name)
@@ -117,13 +138,13 @@ def _check_flow(graph: str, stages: Sequence[Stage], edges: Sequence[Edge]) -> N
     # in a DAG every unreachable stage is downstream of a stage that has no input at all
     for stage in stages:
         if stage.name != INPUT and stage.name not in has_upstream:
-            below = sorted(reachable(stage.name, forward) - {stage.name} - reachable(INPUT, forward))
+            below = sorted(reachable(stage.name, forward) - {stage.name, OUTPUT} - reachable(INPUT, forward))
             tail = f"; so {', '.join(map(repr, below))} cannot be reached from {INPUT!r} either" if below else ""
             raise ConfigError(
                 f"graph {graph!r}: stage {stage.name!r} has no input: it takes nothing and no edge leads to it, "
                 f"so it cannot be reached from {INPUT!r}{tail}"
             )
-    giving = {stage.name for stage in stages if stage.gives}
+    giving = {OUTPUT, *(stage.name for stage in stages if stage.gives)}
     for stage in reversed(stages):
         if not reachable(stage.name, forward) & giving:
             raise ConfigError(

@@ -12,6 +12,13 @@ from segue.messages.request import Request
 INPUT = "input"
 """The stage that every graph has implicitly: it turns the request into tensors."""
 
+OUTPUT = "output"
+"""The stage that a graph has implicitly if it gives something of which there are files: it makes them for clients that
+ask for a file instead of samples or pixels."""
+
+BUILT_IN = frozenset({INPUT, OUTPUT})
+"""The stages that no family declares: CPU workers without a network."""
+
 CLIENT = "client"
 """The upstream of the input stage of an open request: its chunks are what the client appends."""
 
@@ -41,9 +48,24 @@ def is_input(stage: str) -> bool:
     return own_name(stage) == INPUT
 
 
+def is_built_in(stage: str) -> bool:
+    """Whether no family declares the stage: a model's input stage or its output stage."""
+    return own_name(stage) in BUILT_IN
+
+
 def only_reads(group: tuple[str, ...]) -> bool:
     """Whether a worker runs an input stage and nothing else."""
     return len(group) == 1 and is_input(group[0])
+
+
+@dataclass(frozen=True, slots=True)
+class WantsFile:
+    """The condition of an edge to `OUTPUT`: the client asks for a file of something that the source gives."""
+
+    gives: frozenset[str]
+
+    def __call__(self, request: Request) -> bool:
+        return not self.gives.isdisjoint(request.formats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +88,8 @@ class Stage:
     """Keys of its engine's deployment section that it does not support: refused there, ignored as defaults."""
     library: str = ""
     """The components of a library's pipeline that run in it; shown in listings."""
+    tensors: tuple[str, ...] = ()
+    """Prefixes of the names of its weights in the checkpoint; of several that fit a name, the longest counts."""
 
     @property
     def media_only(self) -> bool:

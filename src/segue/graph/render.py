@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from segue.graph.deployment.deployment import MiB, Plan
 from segue.graph.deployment.stage_plan import StagePlan
-from segue.graph.parts import INPUT, full_name, is_input
+from segue.graph.parts import INPUT, full_name, is_built_in
 from segue.graph.stage_graph import Edge, Stage, StageGraph
 
 
@@ -14,7 +14,7 @@ def as_text(what: Plan | StageGraph) -> str:
     """Return tables of stages and edges. Stages are in topological order, with their `stage_id`."""
     graph = what.graph if isinstance(what, Plan) else what
     order = graph.topological()
-    number = {name: str(place) for place, name in enumerate(name for name in order if not is_input(name))}
+    number = {name: str(place) for place, name in enumerate(name for name in order if not is_built_in(name))}
     head = ["", "stage", "engine", "takes", "gives"]
     rows = [
         [number.get(name, ""), name, stage.engine, _list(stage.takes), _list(stage.gives)]
@@ -31,12 +31,14 @@ def as_text(what: Plan | StageGraph) -> str:
     lines = [
         f"{graph.name}: takes {_list(graph.takes)}; gives {_list(graph.gives)}; main output from {graph.main}",
         "",
-        *_table([head, *rows]),
+        *table([head, *rows]),
         "",
-        *_table(_edge_rows(what)),
+        *table(_edge_rows(what)),
     ]
     if graph.links:
-        lines += ["", *_table(_link_rows(graph))]
+        lines += ["", *table(_link_rows(graph))]
+    if graph.tensors:
+        lines += ["", *(f"tensor {spec}" for spec in graph.tensors.values())]
     return "\n".join(lines) + "\n"
 
 
@@ -116,6 +118,7 @@ def _list(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "-"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table, its columns aligned."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

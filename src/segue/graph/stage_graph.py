@@ -11,22 +11,36 @@
     g.validate()
 
 Every graph also has the stage `INPUT`: the family's processor, a CPU stage with an edge to every stage that takes
-some modality of the request. The graph knows no devices or processes; the deployment
+some modality of the request. One that gives audio also has the stage `OUTPUT`, a CPU stage that makes files, with an
+edge from every stage whose output can be in one. The graph knows no devices or processes; the deployment
 (`segue.graph.deployment.deployment`) adds them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Self
 
 from segue.graph import checks
-from segue.graph.parts import INPUT, Condition, Edge, Link, Stage, full_name, member_of
+from segue.graph.parts import (
+    BUILT_IN,
+    INPUT,
+    OUTPUT,
+    Condition,
+    Edge,
+    Link,
+    Stage,
+    WantsFile,
+    full_name,
+    member_of,
+)
 from segue.graph.walk import Walk, renamed, walk
+from segue.messages.formats import FORMATS
 from segue.messages.request import Request
+from segue.messages.tensors import TensorSpec
 
-__all__ = ["INPUT", "Condition", "Edge", "Stage", "StageGraph", "Walk"]
+__all__ = ["BUILT_IN", "INPUT", "OUTPUT", "Condition", "Edge", "Stage", "StageGraph", "Walk"]
 
 
 class StageGraph:
@@ -36,6 +50,7 @@ class StageGraph:
         self.name = name
         self._declared: list[Stage] = [Stage(INPUT, "module")]
         self._drawn: list[Edge] = []
+        self._tensors: list[TensorSpec] = []
         self._validated = False
         self._members: Mapping[str, StageGraph] = {}
         self._main_member = ""
@@ -67,6 +82,7 @@ class StageGraph:
         )
         graph = type(self)(self.name)
         graph._declared = [one for one in self._declared if one.name in {INPUT, *kept}]
+        graph._tensors = [spec for spec in self._tensors if spec.name in graph.takes]
         graph._declared = [one if one.fuse_with in kept else replace(one, fuse_with=None) for one in graph._declared]
         graph._drawn = [edge for edge in self._drawn if edge.source in {INPUT, *kept} and edge.target in kept]
         return graph
@@ -85,6 +101,7 @@ class StageGraph:
         divisible: bool = False,
         without: Iterable[str] = (),
         library: str = "",
+        tensors: Iterable[str] = (),
     ) -> None:
         """Add a stage.
 
@@ -93,10 +110,19 @@ class StageGraph:
         anything); `fuse_with` suggests a stage to share a worker with; `divisible`: one replica can be
         several processes with a part of the weights each (`tensor_parallel`); `without`: keys of its engine that the
         deployment must not set for it; `library` names the components of a library's pipeline that run in the stage, if
-        any.
+        any; `tensors`: prefixes of the names of its weights in the checkpoint, the longest counts.
         """
         stage = Stage(
-            name, engine, frozenset(takes), frozenset(gives), fuse_with, main, divisible, frozenset(without), library
+            name,
+            engine,
+            frozenset(takes),
+            frozenset(gives),
+            fuse_with,
+            main,
+            divisible,
+            frozenset(without),
+            library,
+            tuple(tensors),
         )
         self._declared.append(stage)
         self._validated = False
@@ -110,6 +136,15 @@ class StageGraph:
         self._drawn.append(Edge(source, target, when))
         self._validated = False
 
+    def tensor(self, name: str, *, dtype: str, shape: Sequence[int | None], tokens: int, most: int) -> None:
+        """Declare a named tensor that stages may take, by its name, like a modality.
+
+        `shape`: of one item; None is any size. `tokens`: tokens that an item takes in the sequence, 1 or one for each
+        entry of its first axis. `most`: items in one request. Requests are checked against it before they are admitted.
+        """
+        self._tensors.append(TensorSpec(name, dtype, tuple(shape), tokens, most))
+        self._validated = False
+
     def validate(self) -> None:
         """Raise `ConfigError` naming the first mistake and its remedy."""
         if self._validated:
@@ -117,24 +152,43 @@ class StageGraph:
         for member in self._members.values():
             member.validate()
         if not self._members:
-            checks.check(self.name, self._declared, self.edges)
+            checks.check(self.name, self._all, self.edges, self._tensors)
         self._validated = True
 
     # --- reading
 
     @property
     def stages(self) -> Mapping[str, Stage]:
-        """All stages by name: `INPUT` first, then in declared order."""
-        return MappingProxyType({stage.name: stage for stage in self._declared})
+        """All stages by name: `INPUT` first, then in declared order, `OUTPUT` last."""
+        return MappingProxyType({stage.name: stage for stage in self._all})
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """All edges: the implicit ones of `INPUT` first, then in declared order."""
+        """All edges: the implicit ones of `INPUT` first, then in declared order, those to `OUTPUT` last."""
         if self._members:
             return tuple(self._drawn)
         drawn = {edge.target for edge in self._drawn if edge.source == INPUT}
         own = tuple(Edge(INPUT, s.name) for s in self._declared if s.takes and s.name not in drawn and s.name != INPUT)
-        return own + tuple(self._drawn)
+        files = tuple(Edge(s.name, OUTPUT, WantsFile(s.gives & FORMATS.keys())) for s in self._filed)
+        return own + tuple(self._drawn) + files
+
+    @property
+    def _filed(self) -> list[Stage]:
+        """The stages that give something of which there are files."""
+        if self._members:
+            return []  # each model has an output stage of its own
+        return [stage for stage in self._declared if not stage.gives.isdisjoint(FORMATS)]
+
+    @property
+    def _all(self) -> list[Stage]:
+        return [*self._declared, *([Stage(OUTPUT, "module")] if self._filed else [])]
+
+    @property
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """The named tensors that it declares."""
+        fed = {link.target for link in self.links}
+        taking = [graph._tensors for member, graph in self._members.items() if member not in fed]
+        return MappingProxyType({spec.name: spec for specs in (self._tensors, *taking) for spec in specs})
 
     @property
     def takes(self) -> frozenset[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from segue.graph.parts import INPUT, TOKENS, Edge, Stage, full_name
+from segue.graph.parts import INPUT, OUTPUT, TOKENS, Edge, Stage, full_name
 from segue.messages.errors import InvalidRequest, nearest
 from segue.messages.request import MediaPart, Request
 
@@ -19,7 +19,9 @@ class WalkStage:
     downstreams: frozenset[str]
     """Stages that wait for this one's chunks."""
     to_client: frozenset[str]
-    """The requested modalities that this stage gives."""
+    """The requested modalities that the client gets from this stage."""
+    encoded: frozenset[str] = frozenset()
+    """The requested modalities that this stage gives and the client gets as files, from `OUTPUT`."""
 
 
 Walk = dict[str, WalkStage]
@@ -31,8 +33,8 @@ def walk(request: Request, stages: Sequence[Stage], edges: Sequence[Edge]) -> Wa
 
     A stage can run if it is the input stage, or if an edge whose condition holds leads to it from a stage that can run;
     a stage that takes media but no text also needs its media in the request. The walk has those of them that the
-    request needs: the stages that give a requested modality, and all their upstreams. A request that asks only for
-    `tokens` ends at the input stage.
+    request needs: the stages that give a requested modality, and all their upstreams; and the output stage, if the
+    request names formats. A request that asks only for `tokens` ends at the input stage.
     """
     wanted = _wanted(request, stages)
     kinds = request.media_kinds()
@@ -52,15 +54,19 @@ def walk(request: Request, stages: Sequence[Stage], edges: Sequence[Edge]) -> Wa
             f"modalities has {missing[0]!r}, which this model cannot make from this request alone{_why(stages)}",
             field="modalities",
         )
+    files = wanted & request.formats.keys()
+    encoded = {stage.name: stage.gives & files for stage in stages}
+    to_client = {name: (given & wanted) - files for name, given in gives.items()} | ({OUTPUT: files} if files else {})
     needed: set[str] = set()
     for stage in reversed(stages):
-        if stage.name in upstreams and (gives[stage.name] & wanted or stage.name in needed):
+        if stage.name in upstreams and (to_client[stage.name] or encoded[stage.name] or stage.name in needed):
             needed |= {stage.name} | upstreams[stage.name]
     return {
         stage.name: WalkStage(
             upstreams=upstreams[stage.name],
             downstreams=frozenset(other for other in needed if stage.name in upstreams[other]),
-            to_client=gives[stage.name] & wanted,
+            to_client=to_client[stage.name],
+            encoded=encoded[stage.name],
         )
         for stage in stages
         if stage.name in needed
@@ -74,6 +80,7 @@ def renamed(walk: Walk, member: str) -> Walk:
             upstreams=frozenset(full_name(member, one) for one in stage.upstreams),
             downstreams=frozenset(full_name(member, one) for one in stage.downstreams),
             to_client=stage.to_client,
+            encoded=stage.encoded,
         )
         for name, stage in walk.items()
     }
@@ -108,7 +115,7 @@ def _check_media(request: Request, stages: Sequence[Stage]) -> None:
             if isinstance(part, MediaPart) and part.kind not in takes:
                 field = part.field or f"messages[{number}].content[{place}]"
                 raise InvalidRequest(
-                    f"{field} is {part.kind}; this model takes {', '.join(sorted(takes))}",
+                    f"{field} is {part.kind}; this model takes {', '.join(sorted(takes))}{_suggest(part.kind, takes)}",
                     field=field,
                 )
 

@@ -1,6 +1,7 @@
 """Images, audio and video: fetched from a URL or file (`sources`), parsed out of messages (`parts`), bounded
-(`limits`), decoded (`image`, `audio`, `video`), encoded (`encode`, `write_video`), and made faster
-or slower (`speed`).
+(`limits`), decoded (`image`, `audio`, `video`), encoded (`encode`, `write_video`), and made into the files that clients
+ask for (`audio_file`), perhaps faster or slower (`speed`).
 
-Doors: `arrays`, `audio`, `decode`, `encode`, `image`, `limits`, `parts`, `sources`, `speed`, `video`, `write_video`.
+Doors: `arrays`, `audio`, `audio_file`, `decode`, `encode`, `image`, `limits`, `parts`, `sources`, `video`,
+`write_video`.
 """

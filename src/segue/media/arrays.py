@@ -12,6 +12,7 @@ from PIL import Image, ImageOps
 
 from segue.messages.errors import InvalidRequest, shown, wrong
 from segue.messages.request import ArrayInfo, MediaPart
+from segue.messages.tensors import tensor_part
 
 EMBEDS = "prompt_embeds"
 """Clients' name for prompt embeddings."""
@@ -95,6 +96,22 @@ def video_part(source: Any, field: str) -> MediaPart:
     if frames.ndim != 4 or frames.shape[-1] != 3 or frames.size == 0:
         raise InvalidRequest(f"{field} has shape {list(frames.shape)}; frames are [F, H, W, 3]", field=field)
     return MediaPart("video", frames.tobytes(), ArrayInfo("uint8", frames.shape, rate), field)
+
+
+def is_one(kind: str, entries: list[Any]) -> bool:
+    """Whether a list is a single medium: the frames of a video, or the samples of a recording."""
+    first = entries[0] if entries else None
+    if kind == "video":
+        return isinstance(first, Image.Image) or (isinstance(first, np.ndarray) and first.ndim == 3)
+    return kind == "audio" and isinstance(first, int | float)
+
+
+def named_tensor(source: object, name: str, field: str) -> MediaPart:
+    """Make a part of an array or torch tensor of numbers, or of nested lists of them."""
+    array = _array(source, field, "an array, or nested lists of numbers")
+    if array.dtype.kind not in "fiub":
+        raise InvalidRequest(f"{field}.data holds {array.dtype}; it must hold numbers", field=f"{field}.data")
+    return tensor_part(array, name, field, written=isinstance(source, Sequence))
 
 
 def _pixels(source: object, field: str) -> _Array:

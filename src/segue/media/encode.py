@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from segue.messages.errors import InvalidRequest, TooLarge, nearest
+from segue.messages.formats import AUDIO_FORMATS
 
 IMAGE_FORMATS: dict[str, str] = {"png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg"}
 """Format name (OpenAI's) → media type."""
@@ -64,8 +66,28 @@ Samples = np.ndarray[Any, np.dtype[np.float32]]
 
 _UNKNOWN_LENGTH = 0xFFFFFFFF
 """Length fields of a WAV whose length is unknown when its header is sent (players then read to the end)."""
-_PCM_PIECE = 1 << 20
-"""Samples passed to a codec at once: bounds the size of intermediate copies."""
+_BLOCK = 480
+"""Samples passed to a codec or filter at once: what FFmpeg's resamplers give depends, in the last bit, on how samples
+are split."""
+
+
+class Blocks:
+    """Splits a stream of samples into blocks of `_BLOCK`, the last of which may be shorter."""
+
+    def __init__(self) -> None:
+        self._held = np.empty(0, np.float32)
+
+    def feed(self, samples: Samples) -> Iterator[Samples]:
+        """Return the blocks that are full."""
+        samples = np.concatenate([self._held, np.asarray(samples, np.float32)])
+        full = len(samples) - len(samples) % _BLOCK
+        self._held = samples[full:]
+        return (samples[start : start + _BLOCK] for start in range(0, full, _BLOCK))
+
+    def rest(self) -> Samples:
+        """Return the last block, perhaps empty."""
+        held, self._held = self._held, np.empty(0, np.float32)
+        return held
 
 
 @dataclass(frozen=True)
@@ -80,30 +102,17 @@ class _Codec:
     bit_rate: int | None
     stream_options: dict[str, str]
     """Muxer options when the output cannot be rewound."""
-    extra: dict[str, str]
 
 
 _MPEG_RATES = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)
 _CODECS = {
     # a Xing header needs the file's length; without one, only an ID3 tag would precede the audio
-    "mp3": _Codec("mp3", "libmp3lame", "fltp", _MPEG_RATES, 96_000, {"write_xing": "0", "id3v2_version": "0"}, {}),
-    "flac": _Codec("flac", "flac", "s16", (*_MPEG_RATES, 96000), None, {}, {}),
+    "mp3": _Codec("mp3", "libmp3lame", "fltp", _MPEG_RATES, 96_000, {"write_xing": "0", "id3v2_version": "0"}),
+    "flac": _Codec("flac", "flac", "s16", (*_MPEG_RATES, 96000), None, {}),
     # one page per 100 ms: ffmpeg's default of a second would delay the audio
-    "opus": _Codec(
-        "ogg", "libopus", "flt", (8000, 12000, 16000, 24000, 48000), 64_000, {"page_duration": "100000"}, {}
-    ),
-    "aac": _Codec("adts", "aac", "fltp", _MPEG_RATES, 96_000, {}, {}),
+    "opus": _Codec("ogg", "libopus", "flt", (8000, 12000, 16000, 24000, 48000), 64_000, {"page_duration": "100000"}),
+    "aac": _Codec("adts", "aac", "fltp", _MPEG_RATES, 96_000, {}),
 }
-
-AUDIO_FORMATS: dict[str, str] = {
-    "wav": "audio/wav",
-    "mp3": "audio/mpeg",
-    "flac": "audio/flac",
-    "opus": "audio/ogg",
-    "aac": "audio/aac",
-    "pcm16": "audio/pcm",
-}
-"""Format name (OpenAI's) → media type. `pcm16`: little-endian 16-bit mono without a header."""
 
 
 def check_audio_format(name: str, field: str) -> str:
@@ -176,25 +185,31 @@ class _CodecEncoder:
     def __init__(self, codec: _Codec, sample_rate: int, file: _Sink | io.BytesIO, options: dict[str, str]) -> None:
         self._rate = sample_rate
         self._at = 0
+        self._blocks = Blocks()
         rate = next((known for known in codec.rates if known >= sample_rate), codec.rates[-1])
-        self._container = av.open(file, "w", format=codec.muxer, options=options)
+        # bitexact: without it, the serial number of an Ogg stream is drawn at random
+        self._container = av.open(file, "w", format=codec.muxer, options={"fflags": "+bitexact", **options})
         self._stream = self._container.add_stream(codec.encoder, rate=rate, layout="mono")
         if codec.bit_rate is not None:
             self._stream.bit_rate = codec.bit_rate
         self._resampler = av.AudioResampler(format=codec.sample_format, layout="mono", rate=rate)
 
     def write(self, samples: Samples) -> None:
+        for block in self._blocks.feed(samples):
+            self._write(block)
+
+    def _write(self, block: Samples) -> None:
         # every codec gets 16-bit samples, so that flac holds exactly the samples of wav
-        words = np.frombuffer(pcm16(samples), dtype="<i2")
-        for start in range(0, words.size, _PCM_PIECE):
-            piece = words[start : start + _PCM_PIECE]
-            frame = av.AudioFrame.from_ndarray(piece[None], format="s16", layout="mono")
-            frame.sample_rate = self._rate
-            frame.pts = self._at
-            self._at += piece.size
-            self._mux(frame)
+        words = np.frombuffer(pcm16(block), dtype="<i2")
+        frame = av.AudioFrame.from_ndarray(words[None], format="s16", layout="mono")
+        frame.sample_rate = self._rate
+        frame.pts = self._at
+        self._at += words.size
+        self._mux(frame)
 
     def close(self) -> None:
+        if len(rest := self._blocks.rest()):
+            self._write(rest)
         if self._at:
             self._mux(None)
         for packet in self._stream.encode(None):
@@ -210,9 +225,10 @@ class _CodecEncoder:
 class _CodecStream:
     """Encodes with a codec and returns its output as it is produced."""
 
-    def __init__(self, codec: _Codec, sample_rate: int) -> None:
+    def __init__(self, codec: _Codec, sample_rate: int, options: Mapping[str, str]) -> None:
         self._sink = _Sink()
-        self._encoder = _CodecEncoder(codec, sample_rate, self._sink, {**codec.stream_options, "flush_packets": "1"})
+        options = {**codec.stream_options, "flush_packets": "1", **options}
+        self._encoder = _CodecEncoder(codec, sample_rate, self._sink, options)
 
     def feed(self, samples: Samples) -> bytes:
         self._encoder.write(samples)
@@ -223,14 +239,53 @@ class _CodecStream:
         return self._sink.take()
 
 
-def audio_encoder(name: str, sample_rate: int) -> AudioEncoder:
-    """Return a streaming encoder of mono samples at `sample_rate` Hz to format `name` (a key of `AUDIO_FORMATS`)."""
+class _Headless:
+    """A FLAC stream without what precedes its first frame: "fLaC", and blocks with four bytes of last flag, type and
+    length (RFC 9639, section 8)."""
+
+    def __init__(self, stream: AudioEncoder) -> None:
+        self._stream = stream
+        self._head: bytes | None = b""
+        """What has come of the header; None: it is over."""
+
+    def feed(self, samples: Samples) -> bytes:
+        return self._frames(self._stream.feed(samples))
+
+    def finish(self) -> bytes:
+        return self._frames(self._stream.finish())
+
+    def _frames(self, data: bytes) -> bytes:
+        if self._head is None:
+            return data
+        head = self._head = self._head + data
+        at, last = 4, False
+        while not last:
+            if len(head) < at + 4:
+                return b""
+            last = bool(head[at] & 0x80)
+            at += 4 + int.from_bytes(head[at + 1 : at + 4], "big")
+        if len(head) < at:
+            return b""
+        self._head = None
+        return head[at:]
+
+
+def audio_encoder(name: str, sample_rate: int, *, part: int = 0) -> AudioEncoder:
+    """Return a streaming encoder of mono samples at `sample_rate` Hz to format `name` (a key of `AUDIO_FORMATS`). The
+    bytes do not depend on how the samples are split.
+
+    `part`: number of earlier files that this one is appended to. What they give together is one file: raw PCM, WAV and
+    FLAC hold exactly the samples of all; MP3 and AAC have the codec's padding, at most a tenth of a second, between
+    two; Opus is a chained Ogg stream (RFC 3533, section 4).
+    """
     check_audio_format(name, "audio.format")
     if name == "pcm16":
         return _PcmEncoder(b"")
     if name == "wav":
-        return _PcmEncoder(wav_header(sample_rate, None))
-    return _CodecStream(_CODECS[name], sample_rate)
+        return _PcmEncoder(b"" if part else wav_header(sample_rate, None))
+    options = {"serial_offset": str(part)} if name == "opus" else {}
+    stream = _CodecStream(_CODECS[name], sample_rate, options)
+    return _Headless(stream) if name == "flac" and part else stream
 
 
 def encode_audio(samples: Samples, sample_rate: int, name: str) -> bytes:

@@ -10,11 +10,12 @@ from typing import Any, cast
 
 import msgspec
 
-from segue.media.arrays import EMBEDS, audio_part, embeds_file, image_part, video_part
+from segue.media.arrays import EMBEDS, audio_part, embeds_file, image_part, is_one, named_tensor, video_part
 from segue.media.sources import PYTHON_POLICY, MediaPolicy, check_items, check_size, from_base64, read_path, read_source
 from segue.media.turns import TURN_KEYS, extra_of
 from segue.messages.errors import InvalidRequest, nearest, shown
-from segue.messages.request import MediaKind, MediaPart, Message, Part, TextPart
+from segue.messages.request import BESIDE, MEDIA, ArrayInfo, MediaPart, Message, Part, TextPart
+from segue.messages.tensors import DTYPES
 
 Schema = dict[str, Any]
 STRING: Schema = {"type": "string"}
@@ -52,22 +53,30 @@ _NOTED_KEYS = frozenset({"cache_control", "reasoning_details", "thinking_blocks"
 """Ignored keys of a message, which do not concern the model: clients of several services send them to all."""
 _NOTED_PART_KEYS = frozenset({"cache_control", "uuid"})
 """Ignored keys of a part; vLLM identifies a medium by its `uuid`, this server by its content."""
-_URL_PARTS: dict[str, MediaKind] = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
-_PLAIN_PARTS: dict[str, MediaKind] = {"image": "image", "audio": "audio", "video": "video"}
-_MEDIA_TYPES = ("input_audio", *_URL_PARTS, *_PLAIN_PARTS)
+_URL_PARTS: dict[str, str] = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
+_PLAIN_PARTS: dict[str, str] = {"image": "image", "audio": "audio", "video": "video"}
+TENSOR = "tensor"
+_MEDIA_TYPES = ("input_audio", TENSOR, *_URL_PARTS, *_PLAIN_PARTS)
 _PART_KEYS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
     "refusal": ("refusal",),
     EMBEDS: ("data",),
+    TENSOR: ("name", "dtype", "shape", "data"),
     "input_audio": ("input_audio",),
     **{kind: (kind,) for kind in _URL_PARTS},
     **{kind: (kind, "url", "path") for kind in _PLAIN_PARTS},
 }
 """Type of part → its other keys."""
 _AUDIO_KEYS = ("data", "format")
-_OF_URL: dict[MediaKind, tuple[str, ...]] = {"image": ("detail",), "video": ("num_frames",)}
+_TENSOR_TYPES: dict[str, Schema] = {
+    "name": STRING,
+    "dtype": STRING,
+    "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+    "data": {"anyOf": [STRING, {"type": "array"}]},
+}
+_OF_URL: dict[str, tuple[str, ...]] = {"image": ("detail",), "video": ("num_frames",)}
 _INPUT_AUDIO_FORMATS = frozenset({"wav", "mp3", "flac", "ogg", "opus", "aac", "m4a", "mp4", "webm"})
-_ARRAYS: dict[MediaKind, Callable[[Any, str], MediaPart]] = {
+_ARRAYS: dict[str, Callable[[Any, str], MediaPart]] = {
     "image": image_part,
     "audio": audio_part,
     "video": video_part,
@@ -79,7 +88,8 @@ def messages_from(messages: object, policy: MediaPolicy, field: str = "messages"
 
     A message is `{"role", "content"}`; content is a string or a list of parts: `text`, `image_url`, `audio_url`,
     `video_url` (`{"url": data URL | path | http(s)}`), `input_audio` (`{"data": base64, "format"}`), `refusal`,
-    `prompt_embeds` (`data`: base64, the bytes of a file or an array, see `segue.media.arrays`), and
+    `prompt_embeds` (`data`: base64, the bytes of a file or an array, see `segue.media.arrays`), `tensor` (`name`, and
+    `data`: nested lists, an array, or base64 of `dtype` and `shape`), and
     `{"type": "image" | "audio" | "video", <type>: source}` where a source is a URL, a path, the bytes of a file or an
     array (see `segue.media.arrays`). It may also have the fields of `segue.media.turns`.
     """
@@ -110,8 +120,9 @@ def messages_schema() -> Schema:
         name: object_of(("url", *_OF_URL.get(kind, ())), {"url": STRING, "num_frames": frames}, ["url"])
         for name, kind in _URL_PARTS.items()
     }
-    kinds = {kind: (*keys, *_NOTED_PART_KEYS) for kind, keys in _PART_KEYS.items()}
-    content = text_or([STRING, *any_kind(kinds, {**texts, **urls, "input_audio": audio})])
+    kinds = {kind: (*keys, *_NOTED_PART_KEYS) for kind, keys in _PART_KEYS.items() if kind != TENSOR}
+    tensor = any_kind({TENSOR: (*_PART_KEYS[TENSOR], *_NOTED_PART_KEYS)}, _TENSOR_TYPES)
+    content = text_or([STRING, *any_kind(kinds, {**texts, **urls, "input_audio": audio}), *tensor])
     types = {"role": {"enum": list(_ROLES)}, "content": {"anyOf": [*content["anyOf"], {"type": "null"}]}}
     message = object_of(_MESSAGE_KEYS | _REPLY_KEYS | _NOTED_KEYS, types, ["role"])
     return {"type": "array", "minItems": 1, "items": message}
@@ -172,6 +183,8 @@ def _part(part: object, policy: MediaPolicy, field: str) -> Part:
         return _embedded(values.get("data"), policy, f"{field}.data", field)
     if kind == "input_audio":
         return _input_audio(values.get("input_audio"), policy, f"{field}.input_audio", field)
+    if kind == TENSOR:
+        return _tensor(values, policy, field)
     if kind in _URL_PARTS:
         return _url_part(_URL_PARTS[kind], values.get(kind), policy, f"{field}.{kind}", field)
     return _plain_part(_PLAIN_PARTS[kind], values, policy, field)
@@ -198,7 +211,39 @@ def _input_audio(value: object, policy: MediaPolicy, field: str, part_field: str
     return MediaPart("audio", from_base64(data, policy, f"{field}.data"), field=part_field)
 
 
-def _url_part(kind: MediaKind, value: object, policy: MediaPolicy, field: str, part_field: str) -> MediaPart:
+def _tensor(values: Mapping[str, Any], policy: MediaPolicy, field: str) -> MediaPart:
+    """A named tensor: nested lists or an array, or base64 of the bytes of an array with `dtype` and `shape`."""
+    name, data = values.get("name"), values.get("data")
+    if not isinstance(name, str) or not name or name in MEDIA or name == "text":
+        raise InvalidRequest(f"{field}.name is {shown(name)}; it must be a tensor's name", field=f"{field}.name")
+    if data is None:
+        right = "nested lists of numbers, or base64 of the array's bytes"
+        raise InvalidRequest(f"{field}.data is missing; it must be {right}", field=f"{field}.data")
+    dtype, shape = values.get("dtype"), values.get("shape")
+    if isinstance(data, str):
+        data = from_base64(data, policy, f"{field}.data")
+    if not isinstance(data, bytes):
+        for key, value in (("dtype", dtype), ("shape", shape)):
+            if value is not None:
+                right = "left out: lists and arrays have their own"
+                raise InvalidRequest(f"{field}.{key} is {shown(value)}; it must be {right}", field=f"{field}.{key}")
+        part = named_tensor(data, name, field)
+        check_size(len(part.data), policy, field)
+        return part
+    if dtype not in DTYPES:
+        hint = nearest(str(dtype), DTYPES) if dtype is not None else f"; with base64 it is one of {', '.join(DTYPES)}"
+        raise InvalidRequest(f"{field}.dtype is {shown(dtype)}{hint}", field=f"{field}.dtype")
+    if not isinstance(shape, list | tuple) or not all(type(size) is int and size >= 0 for size in shape):
+        raise InvalidRequest(f"{field}.shape is {shown(shape)}; it must be a list of sizes", field=f"{field}.shape")
+    return MediaPart(name, data, ArrayInfo(dtype, tuple(shape)), field)
+
+
+def tensors_from(given: Mapping[str, Any], policy: MediaPolicy, at: str) -> list[MediaPart]:
+    """Parts of named tensors in a Python caller's mapping. Raises `InvalidRequest` naming `at` and the tensor."""
+    return [_tensor({"name": name, "data": data}, policy, f"{at}[{name!r}]") for name, data in given.items()]
+
+
+def _url_part(kind: str, value: object, policy: MediaPolicy, field: str, part_field: str) -> MediaPart:
     if value is None:
         raise InvalidRequest(f"{field} is missing; the server stores no media, so send the data", field=field)
     values = _object(value, field, 'an object with "url"')
@@ -219,7 +264,7 @@ def _url_part(kind: MediaKind, value: object, policy: MediaPolicy, field: str, p
     return MediaPart(kind, read_source(url, policy, f"{field}.url"), field=part_field, frames=frames)
 
 
-def _plain_part(kind: MediaKind, values: Mapping[str, Any], policy: MediaPolicy, field: str) -> MediaPart:
+def _plain_part(kind: str, values: Mapping[str, Any], policy: MediaPolicy, field: str) -> MediaPart:
     """Parse transformers' `{"type": "image", "image": …}`; `url` and `path` are its other names for a source."""
     names = _PART_KEYS[kind]
     given = [name for name in names if values.get(name) is not None]
@@ -229,7 +274,7 @@ def _plain_part(kind: MediaKind, values: Mapping[str, Any], policy: MediaPolicy,
     return part_of(kind, values[given[0]], policy, f"{field}.{given[0]}", field)
 
 
-def part_of(kind: MediaKind, source: Any, policy: MediaPolicy, at: str, field: str | None = None) -> MediaPart:
+def part_of(kind: str, source: Any, policy: MediaPolicy, at: str, field: str | None = None) -> MediaPart:
     """Make a part of a URL, a path, the bytes of a file or an array; errors name `at`, the part's field is `field`."""
     field = at if field is None else field
     if isinstance(source, str):
@@ -293,3 +338,24 @@ def image_parts(given: Mapping[str, Any], policy: MediaPolicy) -> list[MediaPart
             part = part_of("image", source, policy, f"{name}[{index}]" if several else name)
             parts.append(msgspec.structs.replace(part, role="" if name in _TO_WORK_ON else name))
     return parts
+
+
+def parts_beside(data: object, policy: MediaPolicy) -> list[MediaPart]:
+    """Make parts of media that are sent along with a prompt: kind → one medium or a list of several, each as in a part
+    of a message. Blocking (files, HTTP).
+
+    Frames in a list are one clip, and numbers in a list one recording. Raises `InvalidRequest` naming the medium.
+    """
+    values = _object(data, BESIDE, "an object: kind of media → one medium, or a list")
+    given: list[tuple[str, str, Any]] = []
+    for kind, value in values.items():
+        at = f"{BESIDE}.{kind}"
+        if kind not in _PLAIN_PARTS:
+            raise InvalidRequest(f"{at}: no kind of media{nearest(str(kind), _PLAIN_PARTS)}", field=at)
+        if isinstance(value, list) and not is_one(kind, value):
+            given += [(_PLAIN_PARTS[kind], f"{at}[{index}]", source) for index, source in enumerate(value)]
+        elif value is not None:
+            given.append((_PLAIN_PARTS[kind], at, value))
+    check_items(len(given), policy, BESIDE)
+    policy = policy.begun()
+    return [part_of(kind, source, policy, at) for kind, at, source in given]

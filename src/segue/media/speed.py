@@ -10,10 +10,9 @@ import av
 import av.filter
 import numpy as np
 
-from segue.media.encode import Samples
+from segue.media.encode import Blocks, Samples
+from segue.messages.formats import FASTEST, SLOWEST
 
-SLOWEST, FASTEST = 0.25, 4.0
-"""OpenAI's bounds of `speed`."""
 _LEAST, _MOST = 0.5, 2.0
 """What one `atempo` does without skipping samples; beyond it, two of them follow each other."""
 
@@ -30,23 +29,32 @@ class Reshaper:
         """Samples per second of the result."""
         self._given = sample_rate
         self._at = 0
+        self._blocks = Blocks()
         self._graph = None if speed == 1.0 and self.rate == sample_rate else self._linked(speed)
 
     def feed(self, samples: Samples) -> Samples:
         """Return the samples that are ready; none while the filters fill their windows."""
-        if self._graph is None or not len(samples):
+        if self._graph is None:
             return samples
+        for block in self._blocks.feed(samples):
+            self._push(self._graph, block)
+        return self._ready(self._graph)
+
+    def _push(self, graph: av.filter.Graph, samples: Samples) -> None:
         frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples[None], np.float32), format="flt", layout="mono")
         frame.sample_rate = self._given
         frame.pts = self._at
         frame.time_base = Fraction(1, self._given)
         self._at += len(samples)
-        self._graph.push(frame)
-        return self._ready(self._graph)
+        graph.push(frame)
 
     def finish(self) -> Samples:
         """Return the rest. The reshaper cannot be used again."""
-        if self._graph is None or not self._at:
+        if self._graph is None:
+            return np.empty(0, np.float32)
+        if len(rest := self._blocks.rest()):
+            self._push(self._graph, rest)
+        if not self._at:
             return np.empty(0, np.float32)
         self._graph.push(None)
         return self._ready(self._graph)

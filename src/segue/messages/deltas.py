@@ -97,6 +97,39 @@ class VideoDelta(msgspec.Struct, frozen=True, tag="video"):
         return np.frombuffer(self.data, dtype=np.uint8).reshape(self.frames, self.height, self.width, 3)
 
 
+class EncodedDelta(msgspec.Struct, frozen=True, tag="encoded"):
+    """The next bytes of a file, in the format of `Request.formats`, made by the output stage."""
+
+    stage: str
+    """The stage whose output is in the file."""
+    kind: str
+    """Its modality."""
+    output: int
+    """Which of the request's outputs of this kind it is."""
+    start: int
+    """Units of this output that precede these: the bytes of its files, and one for the end of each."""
+    mime: str
+    data: bytes
+    last: bool = False
+    """The file ends with these bytes."""
+    facts: dict[str, int | float] = {}
+    """About the output as far as it has been encoded. Audio: `sample_rate` of the model, `seconds` of the model's
+    audio."""
+
+    @property
+    def end(self) -> int:
+        """`start` of the delta that follows."""
+        return self.start + len(self.data) + self.last
+
+
+def after(delta: EncodedDelta, have: int) -> EncodedDelta | None:
+    """Return a delta without the units that precede `have`; None if nothing is left."""
+    if have >= delta.end:
+        return None
+    skip = max(0, have - delta.start)
+    return msgspec.structs.replace(delta, data=delta.data[skip:], start=delta.start + skip) if skip else delta
+
+
 class ProgressDelta(msgspec.Struct, frozen=True, tag="progress"):
     """A denoising step is done; sent if the request asks for `progress`."""
 
@@ -264,6 +297,7 @@ ClientDelta = (
     | AudioDelta
     | ImageDelta
     | VideoDelta
+    | EncodedDelta
     | ProgressDelta
     | EmbeddingDelta
     | ScoreDelta

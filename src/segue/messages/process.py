@@ -44,6 +44,8 @@ class WorkerSpec(msgspec.Struct, kw_only=True):
     load_format: str = "auto"
     transforms: dict[str, str] | None = None
     """As in `ModelSource`."""
+    shared: list[str] = []
+    """Stages whose weights it shares with other workers."""
 
 
 class Spawn(msgspec.Struct, tag=True):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import wrong
+from segue.messages.formats import Format
 from segue.messages.sampling import SamplingParams, misfit
 
-MediaKind = Literal["image", "audio", "video"]
+BESIDE = "multi_modal_data"
+"""Clients' name for the media that are sent along with a prompt; vLLM's."""
+MEDIA = ("image", "audio", "video")
+"""The kinds of media; any other kind of a part is the name of a tensor that the model's graph declares."""
 
 
 class ArrayInfo(msgspec.Struct, frozen=True):
@@ -19,9 +23,12 @@ class ArrayInfo(msgspec.Struct, frozen=True):
     dtype: str
     """numpy name, e.g. `uint8`, `float32`."""
     shape: tuple[int, ...]
-    """image: (height, width, 3) uint8 · audio: (samples,) float32 mono in [-1, 1] · video: (frames, h, w, 3) uint8."""
+    """image: (height, width, 3) uint8 · audio: (samples,) float32 mono in [-1, 1] · video: (frames, h, w, 3) uint8 ·
+    a tensor: that of one item, or of several with an axis in front."""
     rate: float | None = None
     """audio: samples per second (None: 16000) · video: frames per second (None: unknown)."""
+    written: bool = False
+    """The numbers were written as text (nested lists): a tensor takes them in its declared dtype."""
 
 
 class TextPart(msgspec.Struct, frozen=True, tag="text"):
@@ -34,9 +41,11 @@ class TextPart(msgspec.Struct, frozen=True, tag="text"):
 
 
 class MediaPart(msgspec.Struct, frozen=True, tag="media"):
-    """One image, audio or video: the bytes of a file (any format PyAV or Pillow reads), or a raw array."""
+    """One image, audio or video: the bytes of a file (any format PyAV or Pillow reads), or a raw array. Or a named
+    tensor (`segue.messages.tensors`): always a raw array."""
 
-    kind: MediaKind
+    kind: str
+    """One of `MEDIA`, or the name of a tensor."""
     data: bytes
     array: ArrayInfo | None = None
     """None: `data` is an encoded file."""
@@ -73,11 +82,13 @@ class ChatOptions(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """Input that is appended to an open request. Exactly one of `prompt` and `prompt_token_ids` is set."""
+    """Input that is appended to an open request. Exactly one of `prompt`, `prompt_token_ids` and `tensors` is set."""
 
     prompt: str | None = None
     """Text, tokenized by itself and without special tokens."""
     prompt_token_ids: list[int] | None = None
+    tensors: list[MediaPart] = []
+    """Named tensors, in order."""
     reply: bool = False
     """As `Request.reply`, for this piece."""
 
@@ -96,7 +107,7 @@ class Received(msgspec.Struct, frozen=True):
 
 class Request(msgspec.Struct, kw_only=True):
     """One generation. Exactly one of `messages`, `prompt`, `prompt_token_ids` and `prompt_embeds` is set, except that a
-    `prompt` for a model that makes images or video may come with `messages`, which then hold nothing but its media."""
+    `prompt` or `prompt_token_ids` may come with `messages` that hold nothing but its media, in order."""
 
     request_id: str
     messages: list[Message] = []
@@ -111,6 +122,8 @@ class Request(msgspec.Struct, kw_only=True):
     to templated messages, whose template writes them."""
     modalities: list[str] = msgspec.field(default_factory=lambda: ["text"])
     """Requested outputs: any modality that the graph gives; `tokens` is the prompt itself, from the input stage."""
+    formats: dict[str, Format] = {}
+    """Requested modality → the files in which the client gets it (`EncodedDelta`), instead of raw deltas."""
     voice: str | None = None
     sampling: dict[str, SamplingParams] = {}
     """By stage name. A stage merges them with the defaults (`merged`)."""
@@ -131,6 +144,8 @@ class Request(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     """Requests share prefix cache entries only if their salts are equal: nobody else can infer a prompt from the time
     to the first token."""
+    session: str = ""
+    """Requests of one session go to one replica of a stage that is routed by session; empty: of none."""
     thought_marks: tuple[str, str] | None = None
     """The texts that open and close the model's reasoning; the orchestrator fills them in if a stage's sampling bounds
     reasoning."""
@@ -154,11 +169,18 @@ class Request(msgspec.Struct, kw_only=True):
         parts = (part for message in self.messages for part in message.content)
         return [part for part in parts if isinstance(part, TextPart) and part.embeds is not None]
 
+    def media(self) -> list[MediaPart]:
+        """Return the media and the tensors of the messages, in order."""
+        return [part for message in self.messages for part in message.content if isinstance(part, MediaPart)]
+
+    def tensors(self) -> list[MediaPart]:
+        """Return the named tensors of the messages, in order."""
+        return [part for part in self.media() if part.kind not in MEDIA]
+
     def media_kinds(self) -> set[str]:
-        """Return the kinds of media in the request."""
-        parts = [part for message in self.messages for part in message.content]
-        parts += [one.part for one in self.received]
-        return {part.kind for part in parts if isinstance(part, MediaPart)}
+        """Return the kinds of media in the request, and the names of its tensors."""
+        received = (one.part.kind for one in self.received if isinstance(one.part, MediaPart))
+        return {part.kind for part in self.media()} | set(received)
 
 
 def check_priority(priority: int, by_priority: bool) -> None:

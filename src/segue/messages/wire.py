@@ -45,6 +45,9 @@ class Begin(msgspec.Struct, tag=True):
     upstreams: list[Peer]
     downstreams: list[Peer]
     to_client: list[str]
+    """Modalities of its output that the client gets from it."""
+    encoded: list[str] = []
+    """Modalities of its output that the client gets from the output stage, as files."""
     resume: list[list[Unit]] = []
     """For each output, the units that the journal holds from an earlier attempt."""
     turns: list[TurnEnd] = []

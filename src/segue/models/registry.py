@@ -39,6 +39,7 @@ def families() -> dict[str, Family]:
     from segue.models.omni.qwen3_omni.family import FAMILY as QWEN3_OMNI
     from segue.models.speech.csm.family import FAMILY as CSM
     from segue.models.speech.higgs_audio_v2.family import FAMILY as HIGGS_AUDIO_V2
+    from segue.models.speech.mimo_audio.family import FAMILY as MIMO_AUDIO
     from segue.models.speech.pocket_tts.family import FAMILY as POCKET_TTS
     from segue.models.speech.qwen3_tts.family import FAMILY as QWEN3_TTS
     from segue.models.speech.speech_seq2seq.family import FAMILY as SPEECH_SEQ2SEQ
@@ -48,7 +49,7 @@ def families() -> dict[str, Family]:
     from segue.models.text.text_embedding.family import FAMILY as TEXT_EMBEDDING
 
     named = (
-        *(QWEN2_5_OMNI, QWEN3_OMNI, QWEN3_TTS, CSM, HIGGS_AUDIO_V2, POCKET_TTS),
+        *(QWEN2_5_OMNI, QWEN3_OMNI, QWEN3_TTS, CSM, HIGGS_AUDIO_V2, POCKET_TTS, MIMO_AUDIO),
         *(QWEN_IMAGE, SDXL, STABLE_DIFFUSION_3, FLUX, FLUX2, Z_IMAGE, WAN),
     )
     generic = (

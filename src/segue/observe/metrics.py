@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from segue.messages.deltas import AudioDelta, Delta, Finished, TextDelta
+from segue.messages.deltas import AudioDelta, Delta, EncodedDelta, Finished, TextDelta
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -49,6 +49,10 @@ class ServerMetrics:
         return generate_latest(self.registry)
 
 
+def _encoded_audio(delta: Delta) -> bool:
+    return isinstance(delta, EncodedDelta) and delta.kind == "audio"
+
+
 class GenerationWatch:
     """Measure the latencies of one generation from its deltas. Use it as a context manager around the generation."""
 
@@ -72,7 +76,7 @@ class GenerationWatch:
             elif delta.index in self._last_text:
                 self._metrics.itl.observe(now - self._last_text[delta.index])
             self._last_text[delta.index] = now
-        elif isinstance(delta, AudioDelta) and not self._audio_began:
+        elif not self._audio_began and (isinstance(delta, AudioDelta) or _encoded_audio(delta)):
             self._audio_began = True
             self._metrics.ttfa.observe(now - self._start)
         elif isinstance(delta, Finished):

@@ -76,6 +76,7 @@ class Omni:
         return_prompt_ids: bool = False,
         adapter: str | None = None,
         cache_salt: str | None = None,
+        session: str = "",
         **parameters: Any,
     ) -> list[RequestOutput]:
         """Run all prompts at once, batched by the engines, and return outputs in the same order. `parameters`: see
@@ -95,6 +96,7 @@ class Omni:
             "return_prompt_ids": return_prompt_ids,
             "adapter": adapter,
             "cache_salt": cache_salt,
+            "session": session,
             **parameters,
         }
         batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]

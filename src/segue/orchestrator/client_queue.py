@@ -9,6 +9,7 @@ from segue.messages.deltas import (
     ClassesDelta,
     Delta,
     EmbeddingDelta,
+    EncodedDelta,
     ImageDelta,
     TextDelta,
     TokensDelta,
@@ -55,7 +56,7 @@ def _nbytes(item: Delta | SegueError) -> int:
     """Return about as many bytes as an item takes."""
     if isinstance(item, AudioDelta):
         content = len(item.samples)
-    elif isinstance(item, ImageDelta | VideoDelta | EmbeddingDelta | ClassesDelta):
+    elif isinstance(item, ImageDelta | VideoDelta | EncodedDelta | EmbeddingDelta | ClassesDelta):
         content = len(item.data)
     elif isinstance(item, TextDelta):
         positions = [*item.logprobs, *item.prompt_logprobs]

@@ -30,6 +30,7 @@ def card_of(name: str, model: Checkpoint, plan: Plan, member: str = "") -> Model
         family=family.name,
         takes=graph.takes,
         gives=graph.gives,
+        tensors=dict(graph.tensors),
         text_stage=full_name(member, text_stage) if writes else None,
         sampling_stages=[name for name, stage in stages.items() if kind_of(stage.engine).samples],
         stages=list(stages),

@@ -13,6 +13,7 @@ from segue.graph.deployment.deployment import Plan
 from segue.graph.parts import TOKENS, Link, member_of
 from segue.messages.deltas import Delta
 from segue.messages.errors import InvalidRequest, NotFound, nearest, wrong
+from segue.messages.formats import Format, check_formats
 from segue.messages.request import ChatOptions, MediaPart, Message, Part, Received, Request
 from segue.messages.sampling import SamplingParams
 from segue.messages.wire import StageFacts
@@ -144,6 +145,7 @@ class ServedGraph:
             diffusion=request.diffusion if self.models[member].images else None,
             adapter=request.adapter if request.adapter in card.adapters else None,
             return_prompt_ids=request.return_prompt_ids and member == self.main,
+            formats=_formats(request, needs, number),
             options=options,
         )
         if not entry:
@@ -186,6 +188,13 @@ class ServedGraph:
             for link in self.links:
                 if link.target == member and member in found:
                     found.setdefault(link.source, Needs()).handed.add(link.carries)
+        check_formats(request.formats, request.modalities)
+        for member, needs in found.items():
+            if both := sorted(request.formats.keys() & (needs.handed | needs.named)):
+                raise InvalidRequest(
+                    f"formats.{both[0]} is given, but the {both[0]} of {member!r} also goes elsewhere as it is",
+                    field=f"formats.{both[0]}",
+                )
         self._check_one_output(request, found)
         return {member: found[member] for member in self.models if member in found}
 
@@ -222,6 +231,18 @@ class ServedGraph:
                 raise wrong(path, params.n, f"1: the output of {member_of(stage)!r} goes on to another model")
 
 
+def _formats(request: Request, needs: Needs, number: int | None) -> dict[str, Format]:
+    """The formats of the files that the client gets from a model. Generation `number` is that part of the file, whose
+    header cannot state the length of the whole."""
+    formats = {modality: form for modality, form in request.formats.items() if modality in needs.plain}
+    if number is None:
+        return formats
+    return {
+        modality: msgspec.structs.replace(form, whole=False, part=form.part + number)
+        for modality, form in formats.items()
+    }
+
+
 def _kind(part: Part) -> str:
     return part.kind if isinstance(part, MediaPart) else "text"
 
@@ -236,6 +257,7 @@ def _card(name: str, graph: ServedGraph, givers: Mapping[str, str], plan: Plan) 
         family="model_graph",
         takes=frozenset().union(*(graph.takes[member] for member in graph.entries)),
         gives=frozenset(givers),
+        tensors=dict(plan.graph.tensors),
         text_stage=main.text_stage if givers.get("text") == graph.main else None,
         sampling_stages=[stage for card in cards.values() for stage in card.sampling_stages],
         stages=list(plan.stages),

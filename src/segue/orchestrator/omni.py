@@ -18,12 +18,12 @@ from segue.graph.deployment.loader import load_plan, stage_overrides
 from segue.graph.machine.account import cautions
 from segue.graph.parts import INPUT, TOKENS
 from segue.media.arrays import embeds_file
-from segue.media.parts import IMAGES, image_parts, messages_from
+from segue.media.parts import IMAGES, image_parts, messages_from, parts_beside, tensors_from
 from segue.media.sources import MediaPolicy
 from segue.messages.deltas import Delta, ProgressDelta, TokensDelta
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, diffusion_from
 from segue.messages.errors import ConfigError, InvalidRequest, StageFailed, nearest, shown, wrong
-from segue.messages.request import Message, Request
+from segue.messages.request import BESIDE, MediaPart, Message, Request
 from segue.messages.sampling import SamplingParams, sampling_from
 from segue.models.model_graph import ModelGraph, read_models
 from segue.models.shared.diffusion.sizes import Sizes
@@ -41,14 +41,15 @@ log = logging.getLogger(__name__)
 
 Prompt = str | Mapping[str, Any]
 """Text, or `{"messages": [...]}`, `{"prompt": "..."}` (text without a chat template) or `{"prompt_token_ids":
-[...]}`, with any of the keyword arguments of `generate` for this request alone. Bare text is a user message if the
-checkpoint has a chat template, else a prompt."""
+[...]}`, with any of the keyword arguments of `generate` for this request alone. A prompt, or token ids, may have its
+media in `multi_modal_data`: kind → one medium, or a list. Bare text is a user message if the checkpoint has a chat
+template, else a prompt."""
 Sampling = SamplingParams | Mapping[str, SamplingParams | Mapping[str, Any]] | None
 """Sampling parameters of the main stage, or stage name → parameters."""
 
 _PROMPT_KEYS = frozenset(
-    {"messages", "prompt", "prompt_token_ids", "prompt_embeds", "modalities", "voice", "sampling", "seed",
-     "priority", "deadline", "options", "return_prompt_ids", "adapter", "cache_salt"}
+    {"messages", "prompt", "prompt_token_ids", "prompt_embeds", BESIDE, "modalities", "voice", "sampling", "seed",
+     "priority", "deadline", "options", "return_prompt_ids", "adapter", "cache_salt", "session", "tensors"}
 )  # fmt: skip
 
 
@@ -236,14 +237,16 @@ class AsyncOmni:
         return_prompt_ids: bool = False,
         adapter: str | None = None,
         cache_salt: str | None = None,
+        session: str = "",
         **parameters: Any,
     ) -> Request:
         """Make a `Request` from a Python caller's arguments; media may be PIL images, arrays, paths or bytes.
 
         `modalities`: requested outputs (default: those of the main stage). `deadline`: Unix time. `adapter`: name of a
-        LoRA adapter. `cache_salt`: share the prefix cache only with requests that have the same salt. `parameters`: for
-        models that make images or video, arguments of their pipelines (`segue.messages.diffusion.DiffusionParams`) and
-        images (`segue.media.parts`).
+        LoRA adapter. `cache_salt`: share the prefix cache only with requests that have the same salt. `session`: its
+        requests go to one replica of a stage that is routed by session. `parameters`: for models that make images or
+        video, arguments of their pipelines (`segue.messages.diffusion.DiffusionParams`) and images
+        (`segue.media.parts`).
         """
         if not isinstance(prompt, str | Mapping):
             right = "text, or a dict with one of 'messages', 'prompt', 'prompt_token_ids' and 'prompt_embeds'"
@@ -264,6 +267,8 @@ class AsyncOmni:
                 )
             if key not in known:
                 raise InvalidRequest(f"a request has no key {key!r}{nearest(key, known)}", field=key)
+        media = self._beside(given)
+        tensors = tensors_from(_mapping(given.get("tensors") or {}, "tensors"), self._policy, "tensors")
         images = image_parts({key: given[key] for key in given if key in IMAGES}, self._policy)
         ids, text, embeds = given.get("prompt_token_ids"), given.get("prompt"), given.get("prompt_embeds")
         embeds = embeds if "prompt_embeds" in known else None
@@ -274,8 +279,8 @@ class AsyncOmni:
             )
         written = given.get("messages")
         messages = [] if written is None else messages_from(written, self._policy)
-        if images:
-            messages.append(Message("user", list(images)))
+        if media or images or tensors:
+            messages.append(Message("user", [*media, *images, *tensors]))
         default_out = min(self.plan.graph.stages[self.plan.graph.main].gives)
         return Request(
             request_id=uuid.uuid4().hex,
@@ -292,9 +297,21 @@ class AsyncOmni:
             deadline=given.get("deadline", deadline),
             adapter=given.get("adapter", adapter),
             cache_salt=given.get("cache_salt", cache_salt),
+            session=given.get("session", session),
             return_prompt_ids=given.get("return_prompt_ids", return_prompt_ids),
             options={**_mapping(given.get("options", options) or {}, "options"), **others},
         )
+
+    def _beside(self, given: Mapping[str, Any]) -> list[MediaPart]:
+        """The media of a prompt."""
+        if (data := given.get(BESIDE)) is None:
+            return []
+        if given.get("prompt") is None and given.get("prompt_token_ids") is None:
+            raise InvalidRequest(
+                f"{BESIDE} is given without 'prompt' or 'prompt_token_ids'; in 'messages', media are parts of content",
+                field=BESIDE,
+            )
+        return parts_beside(data, self._policy)
 
     def _written(self, text: str) -> dict[str, Any]:
         """Turn bare text into a user message or a prompt."""

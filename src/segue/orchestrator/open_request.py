@@ -15,17 +15,20 @@ from __future__ import annotations
 
 import asyncio
 import operator
-from collections.abc import AsyncGenerator, Iterable
-from types import TracebackType
-from typing import Protocol, Self
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from types import MappingProxyType, TracebackType
+from typing import Any, Protocol, Self
 
 import msgspec
 
 from segue.graph.parts import TOKENS
+from segue.media.parts import tensors_from
+from segue.media.sources import PYTHON_POLICY
 from segue.messages.deltas import Delta, Finished, TurnEnded
 from segue.messages.errors import InvalidRequest, TooLarge, wrong
 from segue.messages.limits import RequestLimits, check_carried
 from segue.messages.request import Piece, Request
+from segue.messages.tensors import TensorSpec, check_tensors
 from segue.orchestrator.request_state import RequestState
 from segue.orchestrator.service import ModelCard
 
@@ -48,8 +51,18 @@ class Requests(Protocol):
 class OpenRequest:
     """A running request, and an async iterator of its deltas, `Finished` last. Leaving its context cancels it."""
 
-    def __init__(self, requests: Requests, request: Request, limits: RequestLimits) -> None:
-        """Admits the request. Raises `SegueError`."""
+    def __init__(
+        self,
+        requests: Requests,
+        request: Request,
+        limits: RequestLimits,
+        tensors: Mapping[str, TensorSpec] = MappingProxyType({}),
+    ) -> None:
+        """Admits the request. `tensors`: those that the model takes. Raises `SegueError`."""
+        self._specs = tensors
+        self._items: dict[str, int] = {}
+        """Tensor → items so far."""
+        check_tensors(request.tensors(), tensors, self._items)
         self._requests = requests
         self._limits = limits
         self._books = requests.admit(request)
@@ -62,9 +75,9 @@ class OpenRequest:
     def request_id(self) -> str:
         return self._books.id
 
-    async def append(self, piece: str | Iterable[int], *, reply: bool = False) -> None:
-        """Append text or token ids to the input; with `reply`, the model then replies to all that it has not replied
-        to. Raises `InvalidRequest` or `TooLarge`, naming the limit, and then nothing was appended."""
+    async def append(self, piece: str | Iterable[int] | Mapping[str, Any], *, reply: bool = False) -> None:
+        """Append text, token ids, or tensors by name to the input; with `reply`, the model then replies to all that it
+        has not replied to. Raises `InvalidRequest` or `TooLarge`, naming the limit, and then nothing was appended."""
         self._check_going_on()
         if not self._take(piece_of(piece, reply)):
             raise InvalidRequest(f"append was called after request {self.request_id!r} had ended", field="append")
@@ -72,6 +85,7 @@ class OpenRequest:
     def _take(self, made: Piece) -> bool:
         """Give a piece to the request; False if it has ended. Raises `InvalidRequest` or `TooLarge`."""
         size = len((made.prompt or "").encode()) + TOKEN_BYTES * len(made.prompt_token_ids or ())
+        size += sum(len(part.data) for part in made.tensors)
         if self._pieces >= (most := self._limits.max_appends):
             raise InvalidRequest(
                 f"append was called {most} times, as often as limits.max_appends allows", field="append"
@@ -82,6 +96,7 @@ class OpenRequest:
                 "(limits.max_appended_bytes)",
                 field="append",
             )
+        check_tensors(made.tensors, self._specs, self._items)
         self._pieces += 1
         self._bytes += size
         return self._requests.append(self._books, made)
@@ -159,8 +174,8 @@ async def _next(deltas: AsyncGenerator[Delta]) -> Delta:
     return await anext(deltas)
 
 
-def piece_of(piece: str | Iterable[int], reply: bool) -> Piece:
-    """A piece from text or token ids. Raises `InvalidRequest`."""
+def piece_of(piece: str | Iterable[int] | Mapping[str, Any], reply: bool) -> Piece:
+    """A piece from text, token ids, or tensors by name. Raises `InvalidRequest`."""
     if not isinstance(reply, bool):
         raise wrong("reply", reply, "true or false")
     if isinstance(piece, str):
@@ -168,10 +183,14 @@ def piece_of(piece: str | Iterable[int], reply: bool) -> Piece:
             raise wrong("append", piece, "text of at least one character")
         check_carried(piece, "append")
         return Piece(prompt=piece, reply=reply)
+    if isinstance(piece, Mapping):
+        if not piece:
+            raise wrong("append", piece, "a mapping of at least one tensor")
+        return Piece(tensors=tensors_from(piece, PYTHON_POLICY, "append"), reply=reply)
     try:
         ids = [operator.index(token) for token in piece]
     except TypeError as error:
-        raise wrong("append", piece, "text or a list of token ids") from error
+        raise wrong("append", piece, "text, a list of token ids, or a mapping of tensors") from error
     if not ids:
         raise wrong("append", ids, "a list of at least one token id")
     check_carried(ids, "append")
@@ -188,7 +207,7 @@ def opened(request: Request, card: ModelCard, *, reply: bool) -> Request:
         raise wrong("reply", reply, "true or false")
     if TOKENS in request.modalities:
         raise wrong("modalities", request.modalities, f"without {TOKENS!r} if the request is open")
-    if request.media_kinds():
+    if request.media_kinds() and not card.tensors:
         raise wrong("messages", sorted(request.media_kinds()), "text alone if the request is open")
     for stage, sampling in request.sampling.items():
         outputs = (("n", sampling.n), ("best_of", sampling.best_of), ("beam_width", sampling.beam_width))

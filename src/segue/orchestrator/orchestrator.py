@@ -18,7 +18,7 @@ import msgspec
 
 from segue.graph.deployment.deployment import Plan
 from segue.graph.kinds.registry import kind_of
-from segue.graph.parts import is_input, only_reads
+from segue.graph.parts import OUTPUT, is_input, only_reads, own_name
 from segue.messages.deltas import Delta, Finished
 from segue.messages.errors import (
     Cancelled,
@@ -52,6 +52,7 @@ from segue.messages.wire import (
 from segue.orchestrator.client_queue import ClientQueue
 from segue.orchestrator.replicas import Replica
 from segue.orchestrator.request_state import RequestState, StageState, stages_to_rerun
+from segue.orchestrator.router import Router, has_media
 from segue.orchestrator.supervisor import OnProgress, Supervisor
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class Orchestrator:
         )
         self.replicas = self.supervisor.replicas
         self.requests: dict[str, RequestState] = {}
+        self._router = Router(plan, self.replicas, self.requests, self.supervisor.stats)
         self._unread: dict[str, None] = {}
         """Requests with media that wait for an input worker, in order of arrival."""
         self._idle = asyncio.Event()
@@ -223,7 +225,8 @@ class Orchestrator:
             if kind_of(self.plan.stages[name].engine).samples:
                 state.journal[name] = {}
         if state.main not in state.stages:
-            state.main = next(name for name, stage in reversed(walk.items()) if stage.to_client)
+            made = (name for name, stage in reversed(walk.items()) if own_name(name) != OUTPUT)
+            state.main = next(name for name in made if walk[name].to_client or walk[name].encoded)
         deadline = request.deadline
         if deadline is None and self.plan.limits.default_deadline is not None:
             deadline = time.time() + self.plan.limits.default_deadline
@@ -245,7 +248,7 @@ class Orchestrator:
             group = self.replicas.group_of(name)
             if group in chosen:
                 continue
-            replica = self._replica_for(state, group)
+            replica = self._router.choose(state, group)
             if replica is None:
                 if self.replicas.hopeless(name):
                     self._end(state, StageLost(f"stage {name!r} could not be restarted", stage=name))
@@ -256,38 +259,26 @@ class Orchestrator:
         begin, state.waiting = state.waiting, set()
         for name in begin:
             stage_state, replica = state.stages[name], chosen[self.replicas.group_of(name)]
-            stage_state.worker, stage_state.address = replica.worker, replica.address
+            before, stage_state.worker, stage_state.address = stage_state.worker, replica.worker, replica.address
             stage_state.attempt += 1
             stage_state.done = False
             stage_state.inputs_done.clear()
             replica.requests.add(state.id)
+            replica.working.add(state.id)
+            self._at_rest(state, before)
             if name == state.input:
                 self._unread.pop(state.id, None)
-                replica.reading[state.id] = _has_media(state.request)
+                replica.reading[state.id] = has_media(state)
+        for replica in chosen.values():
+            self._router.given(state, replica)
         self._send_begins(state, begin)
 
-    def _replica_for(self, state: RequestState, group: tuple[str, ...]) -> Replica | None:
-        """Return the worker that already has other stages of this group for the request, else the least loaded one.
-
-        Requests on their last retry do not share a worker: if one request kills its workers, the others that were
-        there each time then survive, and only the poison request fails.
-        """
-        held = {state.stages[stage].worker for stage in group if stage in state.stages}
-        for replica in self.replicas.all:
-            if replica.group == group and replica.state == "ready" and replica.worker in held:
-                return replica
-        if only_reads(group):
-            chosen = self.replicas.reader(group[0], media=_has_media(state.request))
-        else:
-            chosen = self.replicas.least_loaded(group[0])
-        if chosen is not None and self._last_try(state, group):
-            others = (self.requests[other] for other in chosen.requests if other != state.id)
-            if any(self._last_try(other, group) for other in others):
-                return None  # `_end` leads here again
-        return chosen
-
-    def _last_try(self, state: RequestState, group: tuple[str, ...]) -> bool:
-        return any(0 < state.losses[stage] == self.plan.limits.max_retries for stage in group)
+    def _at_rest(self, state: RequestState, worker: str) -> None:
+        """Record that a worker has nothing left to do for a request, if that is so."""
+        if all(stage.done for stage in state.stages.values() if stage.worker == worker):
+            replica = self.replicas.by_worker(worker)
+            if replica is not None:
+                replica.working.discard(state.id)
 
     def _send_begins(self, state: RequestState, begin: set[str]) -> None:
         """Send `Begin` to downstream stages first, so that chunks seldom overtake it."""
@@ -305,13 +296,14 @@ class Orchestrator:
                 upstreams=[self._peer(state, up) for up in stage_state.upstreams],
                 downstreams=[self._peer(state, down) for down in stage_state.downstreams],
                 to_client=sorted(stage.to_client),
+                encoded=sorted(stage.encoded),
                 resume=state.resume(name),
                 turns=state.turns.get(name, []),
             )
             self.supervisor.send(stage_state.address, message)
             for piece in state.appended if name == state.input else ():
                 self._send_piece(state, piece)
-            if state.queue.behind and stage.to_client:
+            if state.queue.behind and (stage.to_client or stage.encoded):
                 self._send_throttle(state, name)
             for down in stage_state.downstreams:
                 if down not in begin and not state.stages[down].done:
@@ -326,8 +318,9 @@ class Orchestrator:
         if self.requests.get(state.id) is not state:
             return  # it ended: nothing more is made
         for name, stage in state.walk.items():
-            # a new attempt is informed after its `Begin`
-            if stage.to_client and name not in state.waiting and not state.stages[name].done:
+            # A new attempt is informed after its `Begin`. A stage whose output is encoded waits as well, before it uses
+            # up the edge's budget, which other requests share.
+            if (stage.to_client or stage.encoded) and name not in state.waiting and not state.stages[name].done:
                 self._send_throttle(state, name)
 
     def _send_throttle(self, state: RequestState, stage: str) -> None:
@@ -350,6 +343,7 @@ class Orchestrator:
         workers = state.workers()
         for replica in self.replicas.all:
             replica.requests.discard(state.id)
+            replica.working.discard(state.id)
             if replica.worker in workers and replica.state == "ready":
                 self.supervisor.send(replica.address, Drop(state.id))
         state.queue.put(error if error is not None else state.finished())
@@ -373,6 +367,7 @@ class Orchestrator:
                 self._read(message)
                 if state := self._current(message.worker, message.request_id, message.stage, message.attempt):
                     state.ended(message)
+                    self._at_rest(state, message.worker)
                     if state.complete():
                         self._end(state, None)
             case InputDone():
@@ -451,8 +446,3 @@ class Orchestrator:
             self._end(state, StageLost(message, stage=what))
             return
         self._launch(state, stages_to_rerun(state.stages, self.replicas.alive(), again))
-
-
-def _has_media(request: Request) -> bool:
-    """Whether the input stage has to read more than text and ids."""
-    return bool(request.prompt_embeds or request.media_kinds() or request.embedded())

@@ -24,6 +24,7 @@ from segue.messages.deltas import (
     ClassesDelta,
     Delta,
     EmbeddingDelta,
+    EncodedDelta,
     Finished,
     ImageDelta,
     ModelDelta,
@@ -102,6 +103,8 @@ class _Relay:
         self._ends: dict[str, list[Finished]] = {member: [] for member in needed}
         self._began = time.monotonic()
         self._metrics = RequestMetrics()
+        self._encoded_seconds = 0.0
+        """Audio in the files that are complete."""
 
     # ── one model ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -159,7 +162,7 @@ class _Relay:
         if isinstance(delta, Finished):
             self._ends[member].append(delta)
             self._metrics.spans += self._spans(delta)
-        modality = _MODALITY.get(type(delta))
+        modality = delta.kind if isinstance(delta, EncodedDelta) else _MODALITY.get(type(delta))
         if modality in needs.plain or (isinstance(delta, ProgressDelta) and needs.plain):
             await self.out.put(delta)
         if isinstance(delta, TextDelta | AudioDelta | ImageDelta):
@@ -243,6 +246,11 @@ class _Relay:
         elif isinstance(delta, AudioDelta):
             self._metrics.ttfa = now if self._metrics.ttfa is None else self._metrics.ttfa
             self._metrics.audio_seconds += len(delta.samples) / 4 / delta.sample_rate
+        elif isinstance(delta, EncodedDelta) and delta.kind == "audio":
+            self._metrics.ttfa = now if self._metrics.ttfa is None else self._metrics.ttfa
+            self._metrics.audio_seconds = self._encoded_seconds + delta.facts["seconds"]
+            if delta.last:  # another file may follow, which is joined with it
+                self._encoded_seconds = self._metrics.audio_seconds
 
     def _spans(self, ended: Finished) -> list[tuple[str, str, float, float]]:
         """Return the timeline of a part, counted from the start of the request."""

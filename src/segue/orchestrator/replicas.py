@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from segue.messages.wire import StageFacts
+from segue.orchestrator.affinity import PrefixMemory
 from segue.orchestrator.service import Health, ReplicaHealth, ReplicaState, StageHealth
 
 
@@ -22,10 +23,17 @@ class Replica:
     what: str = "waiting"
     address: str = ""
     requests: set[str] = field(default_factory=set)
+    """Requests that may still need something of it, such as payloads that it keeps."""
+    working: set[str] = field(default_factory=set)
+    """Of these, the requests with a stage here that is not done."""
     reading: dict[str, bool] = field(default_factory=dict)
     """For an input worker: the requests that it is still processing, including cancelled ones; true: with media."""
     pinged: float | None = None
     """time.monotonic() of an unanswered `Ping`, plus the time in which no answer could be received."""
+    prefixes: PrefixMemory = field(default_factory=PrefixMemory)
+    """The prompts that this incarnation was sent."""
+    chosen: int = 0
+    """Number of the choice that gave it a request last; 0: none."""
     failures: int = 0
     """Number of successive deaths before it was ready."""
 
@@ -33,6 +41,14 @@ class Replica:
     def worker(self) -> str:
         """The worker's name, unique per incarnation."""
         return f"{self.group[-1]}.{self.index}-{self.incarnation}"
+
+    def clear(self) -> None:
+        """Forget all that this incarnation had: it is dead."""
+        self.requests.clear()
+        self.working.clear()
+        self.reading.clear()
+        self.prefixes = PrefixMemory()
+        self.chosen = 0
 
 
 class Replicas:
@@ -57,24 +73,9 @@ class Replicas:
         """Return the names of the incarnations that are ready."""
         return {replica.worker for replica in self.all if replica.state == "ready"}
 
-    def least_loaded(self, stage: str) -> Replica | None:
-        """Return the ready replica of a stage with the fewest requests."""
-        ready = [replica for replica in self._by_stage[stage] if replica.state == "ready"]
-        return min(ready, key=lambda replica: len(replica.requests), default=None)
-
-    def reader(self, stage: str, *, media: bool) -> Replica | None:
-        """Return the ready replica of an input stage for the next request; None: the request waits for one.
-
-        Decoding media may take as long as the deployment's limits allow. So a replica decodes for one request at a
-        time, and if there are several, one of them stays free for requests without media.
-        """
-        ready = [replica for replica in self._by_stage[stage] if replica.state == "ready"]
-        busy = [replica for replica in ready if any(replica.reading.values())]
-        if media and len(ready) > 1:
-            if len(busy) >= len(ready) - 1:
-                return None
-            ready = [replica for replica in ready if replica not in busy]
-        return min(ready, key=lambda replica: (replica in busy, len(replica.reading)), default=None)
+    def of_group(self, group: tuple[str, ...]) -> list[Replica]:
+        """Return all replicas of a group, whatever their state."""
+        return self._by_stage[group[0]]
 
     def hopeless(self, stage: str) -> bool:
         """Whether every replica of a stage has been given up."""

@@ -21,6 +21,7 @@ from segue.messages.deltas import (
     ClientDelta,
     Delta,
     EmbeddingDelta,
+    EncodedDelta,
     Finished,
     ImageDelta,
     ProgressDelta,
@@ -31,6 +32,7 @@ from segue.messages.deltas import (
     TurnEnded,
     Usage,
     VideoDelta,
+    after,
 )
 from segue.messages.request import Piece, Request
 from segue.messages.units import TurnEnd, Unit, ids_of
@@ -98,8 +100,8 @@ class RequestState:
     delivered: dict[tuple[str, int], int] = field(default_factory=dict)
     """(stage, output) → number of characters or samples that the client has."""
     shown: dict[tuple[str, str, int], int] = field(default_factory=dict)
-    """(stage, kind, index of an image or video) → number of steps reported, or of previews, images (1) or frames that
-    the client has."""
+    """(stage, kind, index of an output) → number of steps reported, or of previews, images (1), frames or units of
+    files that the client has."""
     waiting: set[str] = field(default_factory=set)
     """Stages to start as soon as their groups have a ready worker."""
     losses: Counter[str] = field(default_factory=Counter)
@@ -113,6 +115,8 @@ class RequestState:
     ends_sent: set[int] = field(default_factory=set)
     """Outputs of the main stage whose ends have been sent to the client."""
     timer: asyncio.TimerHandle | None = None
+    prefix: list[bytes] | None = None
+    """Hash chain of its prompt, once a stage is routed by it (`segue.orchestrator.affinity`)."""
 
     @property
     def id(self) -> str:
@@ -143,7 +147,7 @@ class RequestState:
         position = emission.position
         fresh: list[Delta] = []
         for delta in emission.deltas:
-            if isinstance(delta, ImageDelta | VideoDelta | ProgressDelta):
+            if isinstance(delta, ImageDelta | VideoDelta | EncodedDelta | ProgressDelta):
                 if (unseen := self._unseen(delta)) is not None:
                     fresh.append(unseen)
                 continue
@@ -165,9 +169,16 @@ class RequestState:
             fresh += [ChoiceEnded(stage, choice) for choice in self._choices([emission.end])]
         return fresh
 
-    def _unseen(self, delta: ImageDelta | VideoDelta | ProgressDelta) -> ClientDelta | None:
-        """Return the part of images, frames or steps that the client does not have. They carry their own index, because
-        a recovery may change the order of a request's outputs."""
+    def _unseen(self, delta: ImageDelta | VideoDelta | EncodedDelta | ProgressDelta) -> ClientDelta | None:
+        """Return the part of images, frames, files or steps that the client does not have. They carry their own index,
+        because a recovery may change the order of a request's outputs."""
+        if isinstance(delta, EncodedDelta):
+            place = (delta.stage, delta.kind, delta.output)
+            have = self.shown.get(place, 0)
+            self.shown[place] = max(have, delta.end)
+            if (new := after(delta, have)) is not None:
+                self._note_first(new)
+            return new
         if isinstance(delta, ProgressDelta):
             return delta if self._advance("progress", delta, delta.step) else None
         if isinstance(delta, VideoDelta):
@@ -259,6 +270,10 @@ class RequestState:
             if self.metrics.ttfa is None:
                 self.metrics.ttfa = now
             self.metrics.audio_seconds += len(delta.samples) / 4 / delta.sample_rate
+        elif isinstance(delta, EncodedDelta) and delta.kind == "audio":
+            if self.metrics.ttfa is None:
+                self.metrics.ttfa = now
+            self.metrics.audio_seconds = delta.facts["seconds"]
 
 
 def _after(delta: ClientDelta, skip: int, fresh_ids: list[int]) -> tuple[ClientDelta | None, int]:
@@ -292,7 +307,7 @@ def _modality_below(stage: str, walk: Walk) -> str:
     frontier = list(walk[stage].downstreams)
     while frontier:
         entry = walk[frontier.pop(0)]
-        if entry.to_client:
-            return min(entry.to_client)
+        if given := entry.to_client | entry.encoded:
+            return min(given)
         frontier.extend(entry.downstreams)
     return stage

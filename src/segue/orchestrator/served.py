@@ -11,8 +11,10 @@ from segue.graph.deployment.deployment import Plan
 from segue.messages.deltas import Delta
 from segue.messages.diffusion import check_diffusion
 from segue.messages.errors import InvalidRequest, NotFound, nearest, wrong
+from segue.messages.formats import check_formats
 from segue.messages.request import Request, check_priority, check_types
 from segue.messages.sampling import check_sampling, check_token_ids, merged
+from segue.messages.tensors import check_tensors
 from segue.messages.wire import StageFacts
 from segue.models.shared.diffusion.sizes import Sizes
 from segue.orchestrator.open_request import OpenRequest, opened
@@ -94,7 +96,8 @@ class ServedModel:
 
     def open(self, request: Request, *, reply: bool = False) -> OpenRequest:
         self.admit(request)
-        return OpenRequest(self.orchestrator, opened(request, self.card, reply=reply), self.plan.limits)
+        asked = opened(request, self.card, reply=reply)
+        return OpenRequest(self.orchestrator, asked, self.plan.limits, self.card.tensors)
 
     async def stream_appended(self, request: Request, pieces: AsyncGenerator[str]) -> AsyncGenerator[Delta]:
         async with self.open(request) as running, aclosing(running.follow(pieces)) as deltas:
@@ -124,6 +127,8 @@ class ServedModel:
         check_embeds_bytes(request, self.plan.limits.max_prompt_embeds_bytes)
         self._mark_thoughts(request)
         check_types(request)
+        check_formats(request.formats, request.modalities)
+        check_tensors(request.tensors(), self.card.tensors, {})
         check_priority(request.priority, self.card.by_priority)
         if self.card.speech is not None and self.card.text_stage is not None:
             check_transcription(request, self.card.speech, self.card.text_stage)

@@ -11,6 +11,7 @@ from segue.messages.deltas import Delta
 from segue.messages.limits import RequestLimits
 from segue.messages.request import Request
 from segue.messages.speech import SpeechFacts, TextToSpeech
+from segue.messages.tensors import TensorSpec
 from segue.models.shared.dialects.dialect import Dialect
 
 ReplicaState = Literal["starting", "ready", "restarting", "draining", "failed"]
@@ -56,6 +57,8 @@ class ModelCard(msgspec.Struct):
     """Request options of the family."""
     max_model_len: int | None
     created: int
+    tensors: dict[str, TensorSpec] = {}
+    """The named tensors that the model takes."""
     appends: bool = False
     """Whether input can be appended to a running request."""
     own_outputs: frozenset[str] = frozenset()

@@ -20,8 +20,8 @@ import zmq.asyncio
 
 from segue.graph.deployment.deployment import Plan
 from segue.graph.deployment.stage_plan import CPU
-from segue.graph.kinds.registry import kind_of
-from segue.graph.parts import is_input, member_of
+from segue.graph.kinds.registry import kind_of, shares_weights
+from segue.graph.parts import is_built_in, member_of
 from segue.messages.errors import ConfigError, ShuttingDown
 from segue.messages.process import ModelSource, WorkerSpec
 from segue.messages.wire import (
@@ -161,7 +161,7 @@ class Supervisor:
         self._context = zmq.Context()
         await self._open()
         if self._placement.no_kernels and any(
-            "cpu" in stage.devices for name, stage in self._plan.stages.items() if not is_input(name)
+            "cpu" in stage.devices for name, stage in self._plan.stages.items() if not is_built_in(name)
         ):
             log.warning(
                 "no compiled kernels for the CPU: %s. torch's operators are used instead, which are slower",
@@ -260,6 +260,7 @@ class Supervisor:
                 orchestrator=self._address,
                 connector=f"{directory}/{replica.worker}.shm",
                 load_format=self._load_format,
+                shared=[name for name in replica.group if shares_weights(self._plan.stages[name])],
             )
         )
 
@@ -343,8 +344,7 @@ class Supervisor:
         """Make sure that nobody writes to this incarnation any more."""
         dead, address = replica.worker, replica.address
         replica.state = "restarting"
-        replica.requests.clear()
-        replica.reading.clear()
+        replica.clear()
         self.stats.pop(dead, None)
         self.adapters.lost(dead)
         if socket := self._out.pop(address, None):

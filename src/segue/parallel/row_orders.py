@@ -18,7 +18,8 @@ import msgspec
 import torch
 
 from segue.messages.errors import StageFailed
-from segue.parallel.orders import LoadAdapter, UnloadAdapter, dtype_of
+from segue.parallel.orders import LoadAdapter, UnloadAdapter
+from segue.parallel.wire import dtype_of
 
 _TENSOR = 1
 """Code of the msgpack extension for tensors."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from segue.graph.deployment.deployment import Hardware
-from segue.graph.stage_graph import INPUT
+from segue.graph.stage_graph import BUILT_IN
 from segue.verify.questions import Question, sampling_stages
 from segue.verify.subject import Subject
 
@@ -79,7 +79,7 @@ def memory_shares(
     caches = (max(needs, int(0.9 * size) if device == "cuda" else 0) - subject.weight_bytes(dtype)) // 2
     total = sum(used.values())
     shares = {name: min(1.0, (bytes_ + caches * bytes_ / total) / size) for name, bytes_ in used.items()}
-    others = [name for name in subject.graph.stages if name not in used and name != INPUT]
+    others = [name for name in subject.graph.stages if name not in used and name not in BUILT_IN]
     rest = (1.0 - sum(shares.values())) / (len(others) + 1)
     shares |= dict.fromkeys(others, rest)
     return {name: {"memory_share": share} for name, share in shares.items() if share > 0}

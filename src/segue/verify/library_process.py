@@ -59,7 +59,7 @@ def _load(options: Options) -> Any:
 
     from segue.kernels.torchvision_shim import ensure_torchvision
     from segue.models.shared.reference import Library
-    from segue.parallel.orders import dtype_of
+    from segue.parallel.wire import dtype_of
 
     ensure_torchvision()
     torch.set_num_threads(options.threads)

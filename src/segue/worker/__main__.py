@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Mapping
 
 from segue.messages.process import WorkerSpec
 from segue.observe.logging import configure_logging
@@ -16,10 +17,10 @@ from segue.observe.stderr import say
 from segue.worker.forkserver import serve
 
 
-def _run(spec: WorkerSpec) -> None:
+def _run(spec: WorkerSpec, weights: Mapping[str, int]) -> None:
     from segue.worker.life import run  # after the preload: it imports torch
 
-    run(spec)
+    run(spec, weights)
 
 
 def _no_kernels() -> str:
@@ -35,7 +36,8 @@ if __name__ == "__main__":
         if log_level:
             configure_logging(log_level, as_json=log_format == "json")
 
-    modules = ["torch", *preload, "segue.worker.life"]
+    # `segue.kernels` before the family's modules, which may import transformers first (`torchvision_shim`)
+    modules = ["torch", "segue.kernels", *preload, "segue.worker.life"]
     serve(socket.socket(fileno=int(fd)), runtime_dir, modules, configure, _run, _no_kernels)
     say("")
     os._exit(0)  # tearing down torch's modules takes a second, and everything that matters is closed

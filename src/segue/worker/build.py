@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
@@ -21,7 +23,7 @@ from segue.engines.contract import HasVoices, LoadContext, StageModel, StageMode
 from segue.graph.deployment.deployment import EdgePlan, Limits
 from segue.graph.deployment.stage_plan import StagePlan
 from segue.graph.kinds.registry import plan_from
-from segue.graph.parts import is_input, own_name
+from segue.graph.parts import OUTPUT, is_input, own_name
 from segue.kernels.device import give_back
 from segue.messages.errors import ConfigError
 from segue.messages.process import WorkerSpec
@@ -30,10 +32,12 @@ from segue.models.family import Family
 from segue.models.registry import families
 from segue.worker.bridge import Bridge
 from segue.worker.device import on_device, work_on
+from segue.worker.file_maker import FileMaker
 from segue.worker.kinds.kind import Host, check_contract, worker_kind
 from segue.worker.outbox import Channel
-from segue.worker.ranks import Ranks, load_context, threads_of
+from segue.worker.ranks import Followers, load_context, threads_of
 from segue.worker.retained import RetainedStore
+from segue.worker.shared_weights import modules, one_at_a_time, share
 from segue.worker.stage import StageRunner
 
 
@@ -49,17 +53,21 @@ class Built:
     connectors: list[Connector]
     retained: RetainedStore
     facts: dict[str, StageFacts]
+    shared_bytes: int = 0
+    """Weights that are shared with other workers."""
 
 
 def build(
     spec: WorkerSpec,
     report: Callable[[Loading], None],
     host: Host,
-    ranks: Ranks | None = None,
+    ranks: Followers | None = None,
+    weights: Mapping[str, int] = MappingProxyType({}),
 ) -> Built:
     """Load every stage of this worker. Exceptions of loading propagate; the caller reports them.
 
-    `host`: what the worker offers its engines. `ranks`: set if its one stage has several processes.
+    `host`: what the worker offers its engines. `ranks`: set if its one stage has several processes. `weights`:
+    memfds of the weights that it shares with other workers, by stage.
     """
     family = families()[spec.family]
     plans = [plan_from(stage) for stage in spec.stages]
@@ -72,6 +80,7 @@ def build(
     stages_module = family.load_stages()
     stages: dict[str, StageRunner] = {}
     facts: dict[str, StageFacts] = {}
+    shared_bytes = 0
     for number, plan in enumerate(plans):
 
         def progress(fraction: float, what: str, number: int = number, name: str = plan.name) -> None:
@@ -84,8 +93,13 @@ def build(
             context.options["limits"] = _media_limits(limits)
             context.options["output_limits"] = _output_limits(limits)
             context.options["max_prompt_embeds_bytes"] = limits.max_prompt_embeds_bytes
-        factory = _of(stages_module.STAGE_MODELS, own_name(plan.name), family, "STAGE_MODELS")
-        model = _model(factory, context, plan, ranks)
+        own = own_name(plan.name)
+        factory = FileMaker if own == OUTPUT else _of(stages_module.STAGE_MODELS, own, family, "STAGE_MODELS")
+        memfd = weights.get(plan.name)
+        with nullcontext() if memfd is None else one_at_a_time(memfd):
+            model = _model(factory, context, plan, ranks)
+            if memfd is not None:
+                shared_bytes += share(memfd, modules())
         if is_input(plan.name) and spec.transforms is not None:
             model = Bridge(model, spec.transforms, chats=family.chats(context.model_dir))
         give_back()
@@ -94,19 +108,24 @@ def build(
         if isinstance(model, HasVoices):
             facts[plan.name] = msgspec.structs.replace(facts[plan.name], voices=_voices(model, plan))
         transfers = {
-            target: _of(stages_module.TRANSFERS, (own_name(plan.name), own_name(target)), family, "TRANSFERS")
+            target: _of(stages_module.TRANSFERS, (own, own_name(target)), family, "TRANSFERS")
             for target in (edge.target for edge in edges if edge.source == plan.name)
+            if own_name(target) != OUTPUT
         }
-        engine = kind.build(plan, model, context, host)
+        engine = kind.build(plan, model, context, host if ranks is None else replace(host, ranks=ranks.link))
         progress(0.9, "warming up")
         with torch.inference_mode():
             engine.warm_up()
+        lora = _lora_host(plan, model)
         if ranks is not None:
-            model.serve()
-        stages[plan.name] = StageRunner(plan, engine, transfers, kind.sampling(model), _lora_host(plan, model))
+            if kind.ranks is not None:
+                model.serve()
+            engine = ranks.leading(engine)
+            lora = None if lora is None else ranks.adapters(lora)
+        stages[plan.name] = StageRunner(plan, engine, transfers, kind.sampling(model), lora)
     channels, inbound, connectors = _connect(spec, edges, set(stages), _device_memory(spec, plans))
     retained = RetainedStore(limits.retained_bytes, str(Path(spec.connector).parent))
-    return Built(stages, channels, inbound, connectors, retained, facts)
+    return Built(stages, channels, inbound, connectors, retained, facts, shared_bytes)
 
 
 K = TypeVar("K")
@@ -129,7 +148,7 @@ def _voices(model: HasVoices, plan: StagePlan) -> list[str]:
     return list(model.voices)
 
 
-def _model(factory: StageModelFactory, context: LoadContext, plan: StagePlan, ranks: Ranks | None) -> StageModel:
+def _model(factory: StageModelFactory, context: LoadContext, plan: StagePlan, ranks: Followers | None) -> StageModel:
     """Load the stage model, on all its ranks."""
     if ranks is not None:
         ranks.meet(context)

@@ -20,7 +20,7 @@ import selectors
 import shutil
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from segue.messages.process import (
     MESSAGE_BYTES,
@@ -44,13 +44,14 @@ def serve(
     runtime_dir: str,
     preload: list[str],
     configure: Callable[[], None],
-    run: Callable[[WorkerSpec], None],
+    run: Callable[[WorkerSpec, Mapping[str, int]], None],
     no_kernels: Callable[[], str],
 ) -> None:
     """Answer `Spawn` and report `Exited` until the orchestrator's end closes.
 
     `preload`: modules imported before the first fork. `configure`: sets up the logs; called after each import, since
-    libraries give themselves log handlers when they are imported. `run`: runs a worker, called in the child.
+    libraries give themselves log handlers when they are imported. `run`: runs a worker, called in the child, with the
+    memfds of the weights that it shares, by stage.
     `no_kernels`: returns why there are no compiled kernels, or nothing; called here, once for all workers.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -79,10 +80,12 @@ def serve(
 
 
 class _Server:
-    def __init__(self, control: socket.socket, run: Callable[[WorkerSpec], None]) -> None:
+    def __init__(self, control: socket.socket, run: Callable[[WorkerSpec, Mapping[str, int]], None]) -> None:
         self.control = control
         self.run = run
         self.children: dict[int, str] = {}
+        self.weights: dict[str, int] = {}
+        """Stage → the memfd of the weights that its workers share (`segue.worker.shared_weights`)."""
 
     def loop(self) -> None:
         wake_read, wake_write = socket.socketpair()
@@ -118,6 +121,9 @@ class _Server:
         message = to_fork_server.decode(data)
         if isinstance(message, Spawn):
             spec, parent = message.spec, os.getpid()
+            for stage in spec.shared:
+                if stage not in self.weights:
+                    self.weights[stage] = os.memfd_create("segue-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             if (pid := os.fork()) == 0:
                 live(parent, f"segue-{spec.worker}", lambda: self.worker(spec))
             self.children[pid] = spec.worker
@@ -139,7 +145,9 @@ class _Server:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.control.close()
-        self.run(spec)
+        for stage in self.weights.keys() - set(spec.shared):
+            os.close(self.weights.pop(stage))
+        self.run(spec, self.weights)
 
 
 def _describe(status: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import torch
 
@@ -23,8 +24,9 @@ START_FAILED_PATIENCE = 60.0
 """Seconds for the orchestrator to receive why a worker could not start; if it dies, this process dies, too."""
 
 
-def run(spec: WorkerSpec) -> None:
-    """Build and run a worker until it exits; called in a process of its own."""
+def run(spec: WorkerSpec, weights: Mapping[str, int]) -> None:
+    """Build and run a worker until it exits; called in a process of its own. `weights`: memfds of shared weights, by
+    stage."""
     # transformers warns at each load of every config in which one part names ids of another part's vocabulary
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if (logs := configured()) is not None:  # as the fork server was told
@@ -36,7 +38,7 @@ def run(spec: WorkerSpec) -> None:
     try:
         try:
             host = Host(peers.wake, home)
-            built = build(spec, lambda message: peers.send(spec.orchestrator, encode(message)), host, ranks)
+            built = build(spec, lambda message: peers.send(spec.orchestrator, encode(message)), host, ranks, weights)
         except Exception as error:
             # any exception of loading is reported as the reason why the worker did not start
             if not isinstance(error, SegueError):

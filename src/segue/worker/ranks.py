@@ -1,4 +1,4 @@
-"""The ranks of a replica with several processes: the worker leads, and forks one follower per further rank.
+"""The processes of a replica with several ranks: the worker is rank 0, and forks one follower per further rank.
 
 It forks them before it has a thread or a socket of its own. If a follower ends, the worker ends too and is restarted
 with all its ranks, like any worker; the kernel kills the followers of a worker that ends.
@@ -18,16 +18,20 @@ from typing import Any
 
 import torch
 
-from segue.engines.contract import LoadContext, StageModel
+from segue.engines.autoregressive.contract import LoraHost, TakesLora
+from segue.engines.contract import Engine, LoadContext, StageModel
+from segue.engines.ranks import Leading, LedAdapters, RankedEngine, follow
 from segue.graph.deployment.stage_plan import StagePlan
 from segue.graph.kinds.registry import plan_from
 from segue.graph.parts import own_name
 from segue.kernels.device import give_back
 from segue.messages.process import WorkerSpec
 from segue.models.registry import families
-from segue.parallel.orders import Crew, dtype_of
+from segue.parallel.orders import Crew
+from segue.parallel.ranks import ALONE, Ranks
+from segue.parallel.wire import dtype_of
 from segue.worker.device import work_on
-from segue.worker.kinds.kind import RankRoles, worker_kind
+from segue.worker.kinds.kind import Host, RankRoles, worker_kind
 from segue.worker.processes import live
 
 log = logging.getLogger(__name__)
@@ -36,12 +40,15 @@ _LAST_WORDS = 60.0
 """Seconds for a worker to report why it cannot start, after a follower has ended for the same reason."""
 
 
-class Ranks:
-    """The leader's side. `fork_ranks` makes it; call `meet` once the worker can report, `serve` when it is ready."""
+class Followers:
+    """Rank 0's side. `fork_ranks` makes it; call `meet` once the worker can report, `serve` when it is ready."""
 
     def __init__(self, plan: StagePlan, pids: list[int], sockets: list[socket.socket], meeting: Path) -> None:
         self.plan = plan
         self.crew = Crew(sockets)
+        self.link = ALONE
+        """Rank 0's link to the others, once they have met."""
+        self._sockets = sockets
         self._pids = pids
         self._meeting = meeting
         self._serving = False
@@ -50,11 +57,24 @@ class Ranks:
     def meet(self, context: LoadContext) -> None:
         """Wait for the followers, monitor them from now on, and set the groups of `context`."""
         threading.Thread(target=self._watch, name="followers", daemon=True).start()
-        _meet(context, self.plan, 0, self._meeting)
+        self.link = _meet(context, self.plan, 0, self._meeting, self._sockets)
 
     def lead(self, model: StageModel, context: LoadContext) -> StageModel:
         """Return a stage model that leads those of the followers."""
+        if worker_kind(self.plan.engine).ranks is None:
+            return model
         return _of(self.plan).lead(model, context, self.crew)
+
+    def leading(self, engine: Engine) -> Engine:
+        """Return rank 0's engine, which the followers' repeat."""
+        if self.link.alone:
+            return engine
+        assert isinstance(engine, RankedEngine)
+        return Leading(engine, self.link)
+
+    def adapters(self, host: LoraHost) -> LoraHost:
+        """Return the host of rank 0's adapters, which the followers' repeats."""
+        return host if self.link.alone else LedAdapters(host, self.link)
 
     def serve(self) -> None:
         """Record that the worker is ready."""
@@ -80,7 +100,7 @@ class Ranks:
             os._exit(1)
 
 
-def fork_ranks(spec: WorkerSpec) -> Ranks | None:
+def fork_ranks(spec: WorkerSpec) -> Followers | None:
     """Fork the followers of a worker whose stage has several processes; None for any other. Only the leader returns."""
     plans = [plan_from(stage) for stage in spec.stages]
     plan = plans[0]
@@ -100,7 +120,7 @@ def fork_ranks(spec: WorkerSpec) -> Ranks | None:
         theirs.close()
         pids.append(pid)
         sockets.append(ours)
-    return Ranks(plan, pids, sockets, meeting)
+    return Followers(plan, pids, sockets, meeting)
 
 
 def threads_of(plan: StagePlan) -> int:
@@ -130,20 +150,32 @@ def _of(plan: StagePlan) -> RankRoles[Any, Any]:
     return found
 
 
-def _meet(context: LoadContext, plan: StagePlan, rank: int, meeting: Path) -> None:
-    """Wait for the other ranks. This process uses only one device."""
+def _meet(context: LoadContext, plan: StagePlan, rank: int, meeting: Path, ends: list[socket.socket]) -> Ranks:
+    """Wait for the other ranks, and return the link to them. This process uses only one device."""
     device = context.device
     work_on(device)  # NCCL allocates its buffers there
     if device.type == "cuda":
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # ranks are on one machine
+    kind = worker_kind(plan.engine)
+    if kind.meet is not None:
+        return Ranks(kind.meet(context, plan, rank, meeting), ends)
     _of(plan).meet(context, plan, rank, meeting)
+    return ALONE
 
 
 def _follow(spec: WorkerSpec, plan: StagePlan, rank: int, orders: socket.socket, meeting: Path) -> None:
     """Run a follower. If it cannot load the stage, the leader usually cannot either, and reports the error."""
     torch.set_num_threads(threads_of(plan))
     context = load_context(spec, plan, rank)
-    _meet(context, plan, rank, meeting)
+    ranks = _meet(context, plan, rank, meeting, [orders])
     model = families()[spec.family].load_stages().STAGE_MODELS[own_name(plan.name)](context)
     give_back()
-    _of(plan).follow(model, context, plan, orders)
+    kind = worker_kind(plan.engine)
+    if kind.meet is None:
+        _of(plan).follow(model, context, plan, orders)
+        return
+    engine = kind.build(plan, model, context, Host(ranks=ranks))
+    assert isinstance(engine, RankedEngine)
+    with torch.inference_mode():
+        engine.warm_up()
+        follow(engine, ranks, model.lora if isinstance(model, TakesLora) else None)

@@ -14,13 +14,14 @@ from segue.connectors.base import Connector
 from segue.engines.autoregressive.contract import LoraHost
 from segue.engines.contract import Engine, StageOutput, StageRequest, Transfer
 from segue.graph.deployment.stage_plan import StagePlan
-from segue.graph.parts import CLIENT, TOKENS, is_input, own_name
+from segue.graph.parts import CLIENT, OUTPUT, TOKENS, full_name, is_input, member_of, own_name
 from segue.kernels.device import end_where_lost
 from segue.messages.deltas import (
     AudioDelta,
     ClassesDelta,
     ClientDelta,
     EmbeddingDelta,
+    EncodedDelta,
     ImageDelta,
     ProgressDelta,
     ScoreDelta,
@@ -38,6 +39,23 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
+class Unused:
+    """A chunk that an engine was fed and has not used yet."""
+
+    source: str
+    """Its upstream; empty if it is from a past attempt."""
+    seq: int
+    taken: tuple[Connector, dict[str, Any]] | None
+    """Its payload, if it is released as soon as it has been used."""
+
+    def release(self, request_id: str) -> None:
+        """Release its payload, if it is not kept longer."""
+        if self.taken is not None:
+            connector, meta = self.taken
+            connector.release(request_id, meta)
+
+
+@dataclass(slots=True)
 class Visit:
     """A request inside one stage, from `Begin` until its engine is done with it."""
 
@@ -50,6 +68,8 @@ class Visit:
     first: float = 0.0
     positions: dict[int, int] = field(default_factory=dict)
     """Output → units of the client stream made so far in this attempt (characters, samples)."""
+    filed: int = 0
+    """Samples sent to the output stage so far in this attempt."""
     ends: list[OutputEnd] = field(default_factory=list)
     """Ends of the finished outputs; the request is done when all have ended."""
     started: float = 0.0
@@ -60,9 +80,8 @@ class Visit:
     taken: list[tuple[Connector, dict[str, Any]]] = field(default_factory=list)
     """Payloads taken from connectors, released only when the stage is done with the request (the engine may hold views
     of shared memory)."""
-    unused: deque[tuple[str, int]] = field(default_factory=deque)
-    """(upstream, seq) of chunks that the engine was fed and has not used yet, in order; upstream empty: from a past
-    attempt."""
+    unused: deque[Unused] = field(default_factory=deque)
+    """Chunks that the engine was fed and has not used yet, in order."""
     fed: dict[str, int] = field(default_factory=dict)
     """Upstream → number of chunks that an earlier attempt of it had sent."""
     complete: set[str] = field(default_factory=set)
@@ -72,6 +91,8 @@ class Visit:
         """Release all payloads taken for the request, which the engine no longer uses."""
         for connector, meta in self.taken:
             connector.release(self.request.request_id, meta)
+        for chunk in self.unused:
+            chunk.release(self.request.request_id)
 
 
 @dataclass(slots=True)
@@ -105,6 +126,7 @@ class StageRunner:
             upstreams=upstreams,
             downstreams=frozenset(own_name(peer.stage) for peer in begin.downstreams),
             to_client=frozenset(begin.to_client),
+            encoded=frozenset(begin.encoded),
             resume=begin.resume[0] if begin.resume else [],
             resume_others=begin.resume[1:],
             turns=begin.turns,
@@ -146,6 +168,17 @@ class StageRunner:
         visit.positions[output.index] = emission.position + sum(units(delta) for delta in deltas)
         return emission
 
+    def for_output(self, visit: Visit, output: StageOutput) -> dict[str, Any] | None:
+        """Return the part of an output that goes into the client's files: `{"kind", "output", "start", "data": [units,
+        …], …}`. The units that precede `start` are those of this attempt: samples."""
+        payload: dict[str, Any] = output.payload or {}
+        if "audio" not in visit.request.encoded or "samples" not in payload or not payload["samples"].numel():
+            return None
+        samples = payload["samples"].detach().float().cpu()
+        start, visit.filed = visit.filed, visit.filed + len(samples)
+        rate = int(payload["sample_rate"])
+        return {"kind": "audio", "output": 0, "start": start, "data": samples, "sample_rate": rate}
+
 
 def end_of(output: StageOutput) -> OutputEnd:
     """Return how a finished output ended."""
@@ -158,13 +191,13 @@ def turn_end_of(output: StageOutput) -> TurnEnd:
 
 
 def units(delta: ClientDelta) -> int:
-    """Return the length of a delta in its stream's units: characters, samples, vectors, prompts. Images, frames and
-    steps carry their own index and count 0."""
+    """Return the length of a delta in its stream's units: characters, samples, vectors, prompts. Images, frames, files
+    and steps carry their own index and count 0."""
     if isinstance(delta, TextDelta):
         return len(delta.text)
     if isinstance(delta, AudioDelta):
         return len(delta.samples) // 4
-    if isinstance(delta, ImageDelta | VideoDelta | ProgressDelta):
+    if isinstance(delta, ImageDelta | VideoDelta | EncodedDelta | ProgressDelta):
         return 0
     return 1
 
@@ -191,6 +224,10 @@ def client_deltas(request: StageRequest, output: StageOutput) -> list[ClientDelt
             )
         )
     payload: dict[str, Any] = output.payload or {}
+    if own_name(request.stage) == OUTPUT:
+        member = member_of(request.stage)
+        made = payload.get("deltas", ())
+        return [msgspec.structs.replace(delta, stage=full_name(member, delta.stage)) for delta in made]
     if "audio" in request.to_client and "samples" in payload:
         samples = payload["samples"]
         if samples.numel():

@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 
 from segue.connectors.base import Connector
 from segue.engines.contract import StageOutput
-from segue.graph.parts import CLIENT, is_input, own_name
+from segue.graph.parts import CLIENT, OUTPUT, is_input, own_name
 from segue.messages.errors import Cancelled, InvalidRequest, SegueError
 from segue.messages.process import WorkerSpec
 from segue.messages.wire import (
@@ -45,7 +45,7 @@ from segue.worker.build import Built
 from segue.worker.meter import Meter
 from segue.worker.outbox import Outbox
 from segue.worker.peers import Peers
-from segue.worker.stage import StageRunner, Visit, as_stage_error, end_of, load_adapter
+from segue.worker.stage import StageRunner, Unused, Visit, as_stage_error, end_of, load_adapter
 
 REMEMBER_DROPPED = 4096
 """Number of ids of finished requests to remember, so that their late messages are recognized."""
@@ -73,6 +73,7 @@ class Worker:
         self.replayable = frozenset(spec.replayable)
         self.meter = Meter(self.name, spec.replica, built.stages, built.inbound)
         self.facts = built.facts
+        self.shared_bytes = built.shared_bytes
         self.running = True
 
     def loop(self) -> None:
@@ -149,7 +150,10 @@ class Worker:
     def hand_on(self, stage: StageRunner, visit: Visit, output: StageOutput) -> None:
         """Apply each edge's transfer; a final output closes the edge's stream even without a payload."""
         for peer in visit.begin.downstreams:
-            payload = stage.transfers[peer.stage](visit.request, output)
+            if own_name(peer.stage) == OUTPUT:
+                payload = stage.for_output(visit, output)
+            else:
+                payload = stage.transfers[peer.stage](visit.request, output)
             if payload is not None or output.finished:
                 self.outbox.push(output.request_id, stage.plan.name, peer.stage, payload, final=output.finished)
         if not output.finished:
@@ -283,9 +287,10 @@ class Worker:
         """Tell the upstreams which chunks have been used, which frees their edges' budgets."""
         used: dict[str, int] = {}
         for _ in range(len(visit.unused) - stage.engine.backlog(visit.request.request_id)):
-            source, seq = visit.unused.popleft()
-            if source:
-                used[source] = seq
+            chunk = visit.unused.popleft()
+            if chunk.source:
+                used[chunk.source] = chunk.seq
+            chunk.release(visit.request.request_id)
         for source, seq in used.items():
             peer = visit.upstreams[source]
             self._send(peer.address, Consumed(visit.request.request_id, source, visit.self_peer, seq))
@@ -315,7 +320,9 @@ class Worker:
         visit.fed[source] = max(visit.fed.get(source, 0), visit.next_seq[source])
         visit.next_seq[source] = 0
         # the old attempt no longer needs to know that its chunks were used
-        visit.unused = deque(("" if name == source else name, seq) for name, seq in visit.unused)
+        for chunk in visit.unused:
+            if chunk.source == source:
+                chunk.source = ""
         self.take_early(moved.request_id)
 
     def take_early(self, request_id: str) -> None:
@@ -339,7 +346,7 @@ class Worker:
         """Fetch the payload and pass it to the engine, once."""
         source = chunk.source.stage
         edge = (source, chunk.target)
-        payload = {}
+        payload, unused = {}, Unused(source, chunk.seq, None)
         if chunk.meta is not None:
             connector = self.connectors[edge]
             taken = connector.get(source, chunk.target, chunk.request_id, chunk.meta)
@@ -349,23 +356,30 @@ class Worker:
                 self.tell_lost(chunk.request_id, chunk.target, visit.begin.attempt, source)
                 return
             payload = taken[0]
-            visit.taken.append((connector, chunk.meta))
+            if own_name(chunk.target) == OUTPUT:  # it keeps nothing of a chunk that it has used
+                unused.taken = connector, chunk.meta
+            else:
+                visit.taken.append((connector, chunk.meta))
         self.meter.hop(edge, time.monotonic() - chunk.sent, chunk.nbytes)
         visit.next_seq[source] = chunk.seq + 1
-        known = source in visit.complete or (source in self.replayable and chunk.seq < visit.fed.get(source, 0))
+        # the output stage tells repetitions by their units: a new attempt may have been given its input in other pieces
+        numbered = source in self.replayable and own_name(chunk.target) != OUTPUT
+        known = source in visit.complete or (numbered and chunk.seq < visit.fed.get(source, 0))
         try:
             if not known:
                 stage.engine.feed(chunk.request_id, own_name(source), payload, final=chunk.final)
         except Exception as error:
             # see on_begin
+            visit.unused.append(unused)
             stage.engine.cancel(chunk.request_id)
             self.fail(stage, visit, as_stage_error(error, stage.plan.name))
             return
         visit.started = visit.started or time.monotonic()
         if known:
+            unused.release(chunk.request_id)
             self._send(chunk.source.address, Consumed(chunk.request_id, source, visit.self_peer, chunk.seq))
         else:
-            visit.unused.append((source, chunk.seq))
+            visit.unused.append(unused)
             self.acknowledge(stage, visit)
         if chunk.final:
             visit.complete.add(source)
@@ -382,6 +396,7 @@ class Worker:
             "spilled_bytes": self.outbox.retained.spilled,
             "pool_bytes": sum(connector.bytes_in_use for connector in self.all_connectors),
             "early_chunks": sum(map(len, self.early.values())),
+            "shared_weight_bytes": self.shared_bytes,
         }
         self.tell(self.meter.report(engines, held, self.outbox.edges()))
 

@@ -81,7 +81,11 @@ def running(tmp_path_factory: pytest.TempPathFactory, assets: Path) -> Iterator[
         directory, directory / "poet", ("q_proj", "down_proj"), rank=4, seed=3, of=of, within="model.language_model"
     )
     lora = {"adapters": {"poet": str(poet)}, "max_rank": 4}
-    system = System(directory, stages={"llm": {"max_tokens_per_step": 64, "lora": lora}})
+    system = System(
+        directory,
+        stages={"llm": {"max_tokens_per_step": 64, "lora": lora}},
+        limits={"max_prompt_embeds_bytes": "1MiB"},
+    )
     yield system, Library(directory, assets), Library(merge(directory, poet, directory / "merged", of), assets)
     system.close()
 
@@ -112,6 +116,57 @@ def test_all_at_once_and_once_more(running: tuple[System, Library, Library], ass
             assert output.usage.prompt_tokens == length
             assert ("encoder" in spans(output)) == (len(question) > 1)
     assert all(output.usage.cached_tokens > 32 for output in outputs[1:])
+
+
+def test_prompts_with_their_media_beside_them(running: tuple[System, Library, Library], assets: Path) -> None:
+    """As vLLM's users write them: text or ids with placeholders, and `multi_modal_data`."""
+    system, library, _ = running
+    reply, _ = library.answer("what is this", "image")
+    image = library.processor.image_token
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is this"}]}]
+    text = library.processor.apply_chat_template(chat, add_generation_prompt=True)
+    data = {"multi_modal_data": {"image": Image.open(assets / "photo.jpg")}, "sampling": GREEDY}
+    ids = library.processor.tokenizer(text)["input_ids"]
+    for output in system.ask({"prompt": text, **data}, {"prompt_token_ids": ids, **data}):
+        assert output.token_ids == {"llm": reply}
+    with pytest.raises(InvalidRequest, match="prompt has 2 placeholders for image, but multi_modal_data has 1 image"):
+        system.ask({"prompt": text + image, **data})
+    with pytest.raises(InvalidRequest, match="in 'messages', media are parts of content") as caught:
+        system.ask({"messages": chat, **data})
+    assert caught.value.field == "multi_modal_data"
+
+
+def test_embeddings_among_media(running: tuple[System, Library, Library], assets: Path) -> None:
+    """Parts of a message as embeddings of their text, before and after an image and a clip; and a whole prompt."""
+    system, library, _ = running
+    tokenizer, table = library.processor.tokenizer, library.model.get_input_embeddings()
+
+    def rows(text: str) -> torch.Tensor:
+        return table(torch.tensor(tokenizer(text)["input_ids"])).detach()
+
+    texts = ("Here is one.", "And this is the other.", "Do they differ?")
+    image, clip = assets / "photo.jpg", assets / "video.mp4"
+    media = [{"type": "image", "image": image}, {"type": "video", "video": clip}]
+
+    def asked(*parts: dict[str, Any]) -> dict[str, Any]:
+        content = [parts[0], media[0], parts[1], media[1], parts[2]]
+        return {"messages": [{"role": "user", "content": content}], "sampling": GREEDY}
+
+    plain = [{"type": "text", "text": text} for text in texts]
+    given = [{"type": "prompt_embeds", "data": rows(text)} for text in texts]
+    [expected] = system.ask(asked(*plain))
+    for parts in (given, [given[0], plain[1], given[2]], given):
+        [output] = system.ask(asked(*parts))
+        assert output.token_ids == expected.token_ids
+        assert output.usage.prompt_tokens == expected.usage.prompt_tokens
+    assert output.usage.cached_tokens > 32
+    [other] = system.ask(asked(given[0], given[0], given[2]))
+    assert other.token_ids != expected.token_ids
+    text = tokenizer.decode(tokenizer("Say something about the sea, and the hills behind it.")["input_ids"])
+    one, same = system.ask({"prompt": text, "sampling": GREEDY}, {"prompt_embeds": rows(text), "sampling": GREEDY})
+    assert one.token_ids == same.token_ids
+    with pytest.raises(InvalidRequest, match="prompt_embeds have no token ids"):
+        system.ask({**asked(*given), "sampling": SamplingParams(prompt_logprobs=1).over(GREEDY)})
 
 
 def test_with_an_adapter_beside_requests_without(running: tuple[System, Library, Library], assets: Path) -> None:

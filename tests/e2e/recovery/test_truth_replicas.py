@@ -47,3 +47,23 @@ def test_a_sibling_takes_over(system: System, truth: Truth, assets: Path, stage:
         return max(output.metrics.attempts for output in outputs)
 
     assert system.in_time(body, lambda attempts: attempts > 1) == 2
+
+
+def test_the_two_share_their_weights_whichever_of_them_dies(system: System, truth: Truth, assets: Path) -> None:
+    """All private memory that a talker's weights would take is mapped, also after both have been killed, one by one."""
+    system.run(system.all_ready())
+    system.ask(LONG.prompt(assets), LONG_MIXED.prompt(assets))
+    shared = system.run(system.stats("talker", "shared_weight_bytes", lambda found: len(found) == 2))
+    assert shared[0] == shared[1] > 1 << 18
+    for replica in (0, 1):
+        pid = system.pid("talker", replica)
+        system.kill_worker(pid)
+        system.run(system.replaced())
+        lines = Path(f"/proc/{system.pid('talker', replica)}/maps").read_text().splitlines()
+        mapped = [line for line in lines if "segue-weights" in line]
+        assert mapped
+        assert all(" rw-p " in line for line in mapped), "private mappings: nobody can write to another's weights"
+    outputs = system.ask(*(LONG.prompt(assets) for _ in range(3)))
+    assert system.run(system.stats("talker", "shared_weight_bytes", lambda found: len(found) == 2)) == shared
+    for output in outputs:
+        truth.check(output, LONG)

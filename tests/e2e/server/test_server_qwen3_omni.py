@@ -9,6 +9,7 @@ import signal
 import wave
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,45 @@ def test_speech_is_the_librarys(http: httpx.Client, library: Reference) -> None:
     assert len(samples) == len(expected)
     assert 0.02 < float(np.sqrt(np.mean(np.square(expected)))) < 0.5
     assert float(np.abs(expected - samples).max()) < 2e-4
+
+
+def test_token_ids_with_media_beside_them_say_the_same(http: httpx.Client) -> None:
+    """The ids of a chat's prompt, in which the media are expanded, and the same with one placeholder for each."""
+    kinds, text = ("video", "image", "audio"), {"type": "text", "text": "What is this?"}
+    asked = {
+        "model": "tiny",
+        "modalities": ["text", "audio"],
+        "audio": {"format": "wav"},
+        "sampling": {
+            "thinker": {"temperature": 0, "max_tokens": TOKENS},
+            "talker": {"temperature": 0, "max_tokens": CODES},
+        },
+        "return_token_ids": True,
+    }
+    messages = [{"role": "user", "content": [*(PARTS[kind] for kind in kinds), text]}]
+    chat = http.post("/v1/chat/completions", json={**asked, "messages": messages}).json()
+    ids = chat["prompt_token_ids"]
+    places = [http.post("/tokenize", json={"prompt": f"<|{kind}_pad|>"}).json()["tokens"] for kind in kinds]
+    single = [token for token, _ in groupby(ids)]
+    assert sum([token] in places for token in single) == len(kinds) < sum([token] in places for token in ids)
+    media = {
+        "image": _url("photo.jpg", "image/jpeg"),
+        "audio": [_url("speech.wav", "audio/wav")],
+        "video": _url("video.mp4", "video/mp4"),
+    }
+    for given in (ids, [token for token, run in groupby(ids) for _ in (run if [token] not in places else [0])]):
+        answer = http.post(
+            "/v1/chat/completions", json={**asked, "prompt_token_ids": given, "multi_modal_data": media}
+        ).json()
+        assert answer["choices"][0]["token_ids"] == chat["choices"][0]["token_ids"]
+        assert answer["choices"][0]["message"]["audio"]["data"] == chat["choices"][0]["message"]["audio"]["data"]
+        assert answer["usage"] == {**chat["usage"], "prompt_tokens_details": answer["usage"]["prompt_tokens_details"]}
+    body = {"model": "tiny", "prompt": ids, "temperature": 0, "max_tokens": TOKENS, "return_token_ids": True}
+    answer = http.post("/v1/completions", json={**body, "multi_modal_data": media}).json()
+    assert answer["choices"][0]["token_ids"] == chat["choices"][0]["token_ids"]
+    refused = http.post("/v1/completions", json={**body, "multi_modal_data": {"image": media["image"]}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+    assert "placeholders for audio, but multi_modal_data has 0 audio" in refused.json()["error"]["message"]
 
 
 def speak(server: Served, seed: int) -> tuple[list[int], np.ndarray]:

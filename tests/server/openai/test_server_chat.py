@@ -182,6 +182,13 @@ def test_a_prompt_may_be_token_ids(server: Live) -> None:
     assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).status_code == 200
     [request] = server.service.requests
     assert (request.messages, request.prompt_token_ids) == ([], [1, 2, 3])
+    media = {"multi_modal_data": {"video": "data:,a"}}
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body | media, timeout=120).status_code == 200
+    assert [(part.kind, part.data) for part in server.service.requests[1].media()] == [("video", b"a")]
+    body = {"model": "fake-omni", "messages": [{"role": "user", "content": "see"}], **media}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "multi_modal_data")
+    assert "without prompt_token_ids" in answer.json()["error"]["message"]
 
 
 def test_a_large_body_is_taken(server: Live) -> None:

@@ -303,6 +303,15 @@ def test_tokens_without_text_are_told(server: Live) -> None:
     assert [chunk["choices"][0]["text"] for chunk in stream(server, prompt="x")] == ["", "é", ""]
 
 
+@pytest.mark.parametrize("prompt", ["see <image>", [7, 8]])
+def test_media_go_beside_a_prompt(server: Live, prompt: str | list[int]) -> None:
+    ask(server, prompt=prompt, multi_modal_data={"image": ["data:,a", "data:,b"], "audio": "data:,c"})
+    [request] = server.service.requests
+    assert request.prompt == (prompt if isinstance(prompt, str) else None)
+    assert request.prompt_token_ids == (None if isinstance(prompt, str) else prompt)
+    assert [(part.kind, part.data) for part in request.media()] == [("image", b"a"), ("image", b"b"), ("audio", b"c")]
+
+
 # ── refusals ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -324,6 +333,19 @@ def test_tokens_without_text_are_told(server: Live) -> None:
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "unless echo"),
         ({"prompt": "a", "echo": True, "truncate_prompt_tokens": 3}, "echo", "give one"),
         ({"prompt": "a", "messages": []}, "messages", "unknown parameter"),
+        (
+            {"prompt": ["a", "b"], "multi_modal_data": {"image": "data:,a"}},
+            "multi_modal_data",
+            "prompt has 2 prompts; send one",
+        ),
+        (
+            {"prompt_embeds": "AAAA", "multi_modal_data": {"image": "data:,a"}},
+            "multi_modal_data",
+            "prompt_embeds have no place for it",
+        ),
+        ({"prompt": "a", "multi_modal_data": {"image": 5}}, "multi_modal_data", "str"),
+        ({"prompt": "a", "multi_modal_data": {"pdf": "data:,a"}}, "multi_modal_data.pdf", "no kind of media"),
+        ({"prompt": "a", "multi_modal_data": {"image": ["data:,a", "x.png"]}}, "multi_modal_data.image[1]", "no files"),
         ({"prompt": "a", "n": 129}, "n", "from 1 to 128"),
         ({"prompt": "a", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "cannot be streamed"),
     ],

@@ -56,7 +56,7 @@ def load(options: Options) -> tuple[Loaded, Callable[[str], Generate[ImageReques
     import torch
 
     from segue.kernels import ensure_torchvision
-    from segue.parallel.orders import dtype_of
+    from segue.parallel.wire import dtype_of
 
     ensure_torchvision()
     from diffusers import DiffusionPipeline

@@ -23,7 +23,8 @@ from segue.kernels.attention.backends import attention_backend
 from segue.kernels.attention.interface import AttentionOptions
 from segue.kernels.attention.paged_attention import TORCH
 from segue.kernels.attention.paged_step import AttentionBackend, Part, paged_step
-from segue.parallel.orders import dtype_of
+from segue.kernels.kv.store import KVStore
+from segue.parallel.wire import dtype_of
 
 HEADS, KV_HEADS, WIDTH, BLOCK = 28, 4, 128, 16
 LEVELS = {
@@ -108,7 +109,7 @@ def measure(variant: Variant, level: str, lengths: Sequence[int], device_name: s
             own = -(-length // BLOCK)
             parts.append(Part(range(blocks, blocks + own), length - 1, length))
             blocks += own
-        store = spec.store(layout, num_blocks=blocks, block_size=BLOCK, dtype=dtype, device=device, backend=backend)
+        store = KVStore(layout, num_blocks=blocks, block_size=BLOCK, dtype=dtype, device=device, backend=backend)
         step = paged_step(store, parts)
         q, k, v = (
             torch.randn(heads, len(lengths), WIDTH, device=device).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)

@@ -24,7 +24,7 @@ from segue.bench.harness.results import Level, measure
 from segue.bench.steps.arguments import DenoiseBench
 from segue.bench.steps.denoise_sides import LibrarySide, Painted, SegueSide, Side, row_flops
 from segue.models.shared.diffusion.shapes import SHAPES, write_shape
-from segue.parallel.orders import dtype_of
+from segue.parallel.wire import dtype_of
 
 EXACT = "segue"
 _BRANCHES = 2

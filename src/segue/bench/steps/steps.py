@@ -31,7 +31,7 @@ from segue.bench.steps.sides import (
 )
 from segue.bench.steps.work import work_of
 from segue.models.registry import read_config
-from segue.parallel.orders import dtype_of
+from segue.parallel.wire import dtype_of
 
 _WARM = 4
 """Tokens of the warm-up load before every level."""

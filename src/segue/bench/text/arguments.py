@@ -75,7 +75,7 @@ def start(bench: TextBench) -> int:
     from segue.bench.text.text import run
     from segue.models.shared.tiny.made import filled
     from segue.models.text.causal_lm import tiny
-    from segue.parallel.orders import dtype_of
+    from segue.parallel.wire import dtype_of
 
     if bench.model is None:
         target = bench.cache / bench.preset

@@ -47,7 +47,7 @@ def load(options: Options) -> tuple[Loaded, Callable[[str], Generate[TextRequest
     import torch
 
     from segue.kernels import ensure_torchvision
-    from segue.parallel.orders import dtype_of
+    from segue.parallel.wire import dtype_of
 
     ensure_torchvision()
     from transformers import AutoModelForCausalLM

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
@@ -14,8 +14,7 @@ from segue.engines.autoregressive.sample.codes import draw_codes, draw_heads
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.kernels.attention.interface import AttentionWindow, Chunked
 from segue.kernels.kv.layout import KVLayout, LayerShape, lay_out
-from segue.kernels.kv.states import StateLayout, StateStep, StateStore
-from segue.kernels.kv.store import KVStore
+from segue.kernels.kv.states import StateLayout, StateStep
 from segue.kernels.linear.lora import Lora
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
@@ -41,8 +40,6 @@ class KVSpec:
     token sees are freed. Empty: full attention in every layer."""
     shapes: tuple[LayerShape, ...] = ()
     """[layers] Shape of each layer if they differ; `kv_heads`, `head_dim` and `value_dim` are then ignored."""
-    store: Callable[..., KVStore] = KVStore
-    """Constructor of its caches: `KVStore`, or one that spreads blocks over several ranks."""
     stored: torch.dtype | None = None
     """Storage dtype of keys and values; None: `dtype`, in which they are computed."""
     bidirectional: frozenset[int] = frozenset()
@@ -51,8 +48,6 @@ class KVSpec:
     """The decoder rounds to 8 or 16 bits internally, whatever `dtype` says."""
     states: StateLayout | None = None
     """Recurrent state that the decoder keeps per sequence besides keys and values; None: no state."""
-    state_store: Callable[[StateLayout, int, torch.device], StateStore] = StateStore
-    """Constructor of the state stores: `StateStore`, or one that spreads slots over several ranks."""
     cross_attends: bool = False
     """Some layers cross-attend to `Prompt.cross_inputs`; they store nothing in this cache."""
     gathered: bool = False
@@ -192,8 +187,8 @@ class FlatBatch:
     generated after it that is in this batch, counted from its first token."""
     states: StateStep | None = None
     """The states of its sequences, for decoders with state (`KVSpec.states`); None if `attention` is None."""
-    others: dict[str, torch.Tensor] | None = None
-    """What the first of several ranks sent (`ReadsOthers.others`); its own batches have `prompts` instead."""
+    places: list[int] = field(default_factory=list)
+    """Per entry of `prompts`: the place in its sequence of the first of its tokens in this batch."""
 
 
 class Vocabulary(Protocol):
@@ -233,12 +228,18 @@ class Recordable(Protocol):
 
 
 @runtime_checkable
-class ReadsOthers(Protocol):
-    """A stage model whose `forward` reads tensors of prompts (`Prompt.extras`) besides the embeddings. The first of
-    several ranks sends them to the others, which have no prompts."""
+class EmbedsInPlace(Protocol):
+    """A stage model whose decoder inputs depend on a token's place in its sequence, or on tensors of its prompt
+    (`Prompt.extras`), besides its id. Prompts then have no `embeds`, and `deterministic` is refused."""
 
-    def others(self, batch: FlatBatch) -> dict[str, torch.Tensor]:
-        """Those of a batch, by name; empty if there are none."""
+    def embed_batch(self, batch: FlatBatch) -> torch.Tensor:
+        """[tokens, hidden] decoder inputs of a batch, in place of `embed`: of its `token_ids`, `prompts` and `places`.
+        A prompt that is None is a dummy of the load check and the warm-up: of a sequence without tensors."""
+
+
+def embedded(model: AutoregressiveModel, batch: FlatBatch) -> torch.Tensor:
+    """[tokens, hidden] decoder inputs of a batch of plain ids."""
+    return model.embed_batch(batch) if isinstance(model, EmbedsInPlace) else model.embed(batch.token_ids, None)
 
 
 @dataclass(slots=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import Any
 
+import msgspec
 import torch
 
 from segue.engines.autoregressive.branches import branches
@@ -13,8 +15,10 @@ from segue.engines.autoregressive.branches.beam_group import BeamGroup
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveModel
 from segue.engines.autoregressive.grammar.grammar import Grammars, form_field
+from segue.engines.autoregressive.grammar.shared import SharedGrammars
 from segue.engines.autoregressive.sample.logprobs import check_logprobs
-from segue.engines.autoregressive.schedule.jobs import Job
+from segue.engines.autoregressive.schedule.decided import Decided
+from segue.engines.autoregressive.schedule.jobs import Decision, Job, Run
 from segue.engines.autoregressive.schedule.policies import rank
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.speculation.speculation import NO_SPECULATION, Speculation
@@ -26,6 +30,16 @@ from segue.engines.autoregressive.step.resources import allocate
 from segue.engines.contract import Payload, StageOutput, StageRequest
 from segue.kernels.device import end_where_lost
 from segue.messages.errors import InvalidRequest, SegueError, StageFailed
+from segue.parallel.ranks import ALONE, Ranks
+
+
+class Moment(msgspec.Struct, array_like=True):
+    """What a step depends on besides its requests: all ranks take rank 0's."""
+
+    now: float
+    """`time.monotonic()` at its start."""
+    compiled: list[tuple[str, bool]]
+    """(key of a sequence whose grammar is compiled, whether that failed)."""
 
 
 class AutoregressiveEngine:
@@ -40,14 +54,15 @@ class AutoregressiveEngine:
         *,
         ahead: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Allocates the KV cache. Raises `ConfigError` for a model that cannot be served in flat batches.
 
         `grammars` wakes a waiting worker loop when a grammar is compiled; None: it wakes nothing. `ahead`: dispatch a
         step before the previous one completes, if possible; None: only on devices that run asynchronously. `clock`: for
-        `hold_seconds`.
+        `hold_seconds`. `ranks`: those that run this engine together, with equal arguments.
         """
-        resources = allocate(model, config, speculation)
+        resources = allocate(model, config, speculation, ranks)
         self.resources = resources
         """For inspection; only the engine changes it."""
         self._model = resources.model
@@ -59,7 +74,9 @@ class AutoregressiveEngine:
         self._ahead = speculation is None and (model.device.type != "cpu" if ahead is None else ahead)
         self._in_flight: StepInFlight | None = None
         """The step that was dispatched and has not completed."""
-        self._grammars = grammars or Grammars.of(self._model)
+        self._ranks = ranks
+        own = grammars or Grammars.of(self._model)
+        self._grammars: Grammars | SharedGrammars = own if ranks.alone else SharedGrammars(own, ranks)
         self._active = ActiveSequences(resources.scheduler)
         self._removal = Removal(self._active, resources.pool, resources.store, speculation)
         self._completion = Completion(resources, self._active, self._removal, speculation)
@@ -143,8 +160,9 @@ class AutoregressiveEngine:
     @torch.inference_mode()
     def step(self) -> list[StageOutput]:
         """Dispatch the next step, then complete the previous one; complete it first if the next one depends on it."""
-        self._take_grammars()
-        self._scheduler.expire(self._clock() - self._config.hold_seconds)
+        moment = self._ranks.same(self._moment, Moment)
+        self._take_grammars(moment.compiled)
+        self._scheduler.expire(moment.now - self._config.hold_seconds)
         outputs, self._between = self._between, []
         before, self._in_flight = self._in_flight, None
         step = self._dispatch(before)
@@ -155,7 +173,7 @@ class AutoregressiveEngine:
             self._in_flight = step
         elif step is not None:
             outputs += self._complete(step)
-        self._scheduler.note_holding(self._clock())
+        self._scheduler.note_holding(moment.now)
         if not self._active and self._in_flight is None:
             self.resources.pool.audit_idle()
         return outputs
@@ -190,11 +208,37 @@ class AutoregressiveEngine:
         if self._speculation is not None:
             self._speculation.audit()
 
-    def _take_grammars(self) -> None:
+    def books(self) -> dict[str, Any]:
+        """The state that all ranks must have in common between two steps, by name."""
+        scheduler = self._scheduler
+        jobs = {sequence.job.key: sequence.job for sequence in self._active}
+        return {
+            "sequences": list(jobs),
+            "running": [job.key for job in scheduler.running],
+            "waiting": [job.key for job in scheduler.waiting],
+            "lengths": [(job.length, job.ready, job.computed, job.paused) for job in jobs.values()],
+            "newest tokens": [sequence.ids[-1:] for sequence in self._active],
+            "blocks": [[(table.first, table.blocks) for table in job.tables] for job in jobs.values()],
+            "states": [(job.slot, job.held) for job in jobs.values()],
+            "pool": (self.resources.pool.available, scheduler.preemptions),
+        }
+
+    def _moment(self) -> Moment:
+        compiled = [
+            (sequence.job.key, sequence.compiling.error is not None)
+            for sequence in self._active
+            if sequence.compiling is not None and sequence.compiling.done
+        ]
+        return Moment(self._clock(), compiled)
+
+    def _take_grammars(self, compiled: Seq[tuple[str, bool]]) -> None:
         """Unblock sequences whose grammars are compiled, and fail those whose grammars did not compile."""
-        for sequence in [sequence for sequence in self._active if _compiled(sequence)]:
+        for key, failed in compiled:
+            sequence = self._active[key]
             compilation, request = sequence.compiling, sequence.request
             assert compilation is not None
+            if not self._ranks.first:
+                compilation.settle(None, StageFailed("cannot be compiled") if failed else None)
             try:
                 if (error := compilation.error) is not None:
                     field = form_field(request)
@@ -213,9 +257,9 @@ class AutoregressiveEngine:
         if before is not None:
             self._expect(before)
         elif self._speculation is not None:
-            self._speculation.propose(self._active, self._scheduler.limits, self._model.vocab_size)
+            self._speculation.propose(self._active, self._scheduler.limits, self._model.vocab_size, self._ranks)
         began = time.perf_counter()
-        decision = self._scheduler.next(() if before is None else before.runs)
+        decision = self._decide(() if before is None else before.runs)
         if before is not None and (decision.preempt or not decision.runs):
             return None
         copies = self._scheduler.apply(decision)
@@ -232,9 +276,23 @@ class AutoregressiveEngine:
                 self.resources.states.copy(self._scheduler.slots.take_copies())
             ran = self._dispatcher.run(scheduled, attention, None if before is None else before.newest)
         except Exception as error:  # a network may raise anything: every sequence of the step gets the error
+            self._check_in_step(error)
             return StepInFlight(scheduled, _failure(scheduled, error), began, open=False)
         foreseeable = all(sequence.foreseeable and not sequence.wants_rows for sequence, _ in scheduled)
         return StepInFlight(scheduled, ran, began, open=foreseeable)
+
+    def _decide(self, in_flight: Seq[Run]) -> Decision:
+        """Decide the next step; with several ranks, rank 0 does."""
+        if self._ranks.alone:
+            return self._scheduler.next(in_flight)
+        decided = self._ranks.same(lambda: Decided.of(self._scheduler.next(in_flight)), Decided)
+        return decided.decision(lambda key: self._active[key].job)
+
+    def _check_in_step(self, error: Exception) -> None:
+        """Raise `ReplicaBroken` after an error in a step if there are other ranks, which may wait in a collective."""
+        if not self._ranks.alone:
+            end_where_lost(error)
+            raise self._ranks.out_of_step(error)
 
     def _expect(self, step: StepInFlight) -> None:
         """Advance its sequences as if it had completed and had given each the token it draws."""
@@ -259,6 +317,7 @@ class AutoregressiveEngine:
             try:
                 result = self._dispatcher.read(ran)
             except Exception as error:  # errors that the device reports asynchronously
+                self._check_in_step(error)
                 ran = _failure(step.scheduled, error)
         if isinstance(ran, StageFailed):
             outputs = self._completion.failed(step.scheduled, ran)

@@ -14,7 +14,7 @@ import torch
 from segue.engines.autoregressive.cache.blocks import block_hash, chain_root
 from segue.engines.autoregressive.contract import AutoregressiveModel, EndsByRow, Fed, Prompt, Then
 from segue.engines.autoregressive.grammar.after_thoughts import AfterThoughts
-from segue.engines.autoregressive.grammar.grammar import Compilation, Form, Grammar
+from segue.engines.autoregressive.grammar.grammar import Compilation, Form
 from segue.engines.autoregressive.hold import Parts, Piece, check_open, turn_seed
 from segue.engines.autoregressive.sample.detokenize import Detokenizer, StopStrings
 from segue.engines.autoregressive.sample.logprobs import output_wanted, prompt_wanted
@@ -164,7 +164,7 @@ class Sequence:
         self._texts = spoken or bool(sampling.stop)
         self.text = TextOutput(model, request) if self._texts else None
         self.logprobs = output_wanted(sampling, model.vocab_size)
-        self._start: Grammar | None = None if parent is None else parent._start
+        self._start: Form | None = None if parent is None else parent._start
         self.grammar: Form | None = None
         """Position of its text in the required grammar."""
         self.compiling: Compilation | None = None
@@ -242,7 +242,7 @@ class Sequence:
         rules = None if self.sampler is None else self.sampler.rules
         return (rules is None or not rules.remember) and (self.branches is None or self.branches.foreseeable)
 
-    def take_grammar(self, start: Grammar) -> None:
+    def take_grammar(self, start: Form) -> None:
         """Take the compiled grammar and advance it over the tokens of an earlier attempt."""
         self.compiling, self._start = None, start
         if self.sampler is not None:

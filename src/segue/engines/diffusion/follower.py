@@ -19,7 +19,7 @@ from segue.engines.diffusion.ranks import NO_MEMORY, STRAY, gathered, status_of
 from segue.kernels.device import out_of_memory
 from segue.messages.errors import SegueError, StageFailed
 from segue.parallel.group import ReplicaBroken
-from segue.parallel.orders import LoadAdapter, UnloadAdapter, answer, dtype_of, received
+from segue.parallel.orders import LoadAdapter, UnloadAdapter, answer, received
 from segue.parallel.row_orders import (
     Begin,
     CallStatus,
@@ -35,6 +35,7 @@ from segue.parallel.row_orders import (
     encode_status,
 )
 from segue.parallel.ways import Ways
+from segue.parallel.wire import dtype_of
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ text such as `64MiB` and `1GB`.
       thinker:
         devices: [cuda:0]                 # auto, cpu, cuda:N, or a list; replicas take its entries round-robin
         replicas: 1                       # by default one per device
+        routing: [load, prefix]           # how requests choose a replica: load, prefix, session, most important first
         memory_share: 0.5                 # fraction of its device, per replica: weights, cache and activations together
         dtype: bfloat16                   # auto (float32 on a CPU, else bfloat16), float32, bfloat16, float16
         threads: 2                        # CPU threads of its worker

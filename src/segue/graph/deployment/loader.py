@@ -151,6 +151,7 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
         memory_bytes=where.memory_bytes,
         dtype=dtype,
         threads=where.threads,
+        routing=where.routing,
         max_batch=section.integer("max_batch", kind.max_batch),
         load_format=section.choice("load_format", "auto", ("auto", "dummy")),
         options=section.mapping("options"),

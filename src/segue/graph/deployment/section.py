@@ -115,6 +115,19 @@ class Section:
             raise wrong(path, value, f"one of {', '.join(allowed)}{nearest(str(value), allowed)}")
         return str(value)
 
+    def choices(self, key: str, default: T, allowed: Collection[str]) -> tuple[str, ...] | T:
+        """Return one or several of the allowed values, each at most once, from one or a list."""
+        path, value = self.find(key)
+        if value is None:
+            return default
+        names = value if isinstance(value, list) else [value]
+        if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+            raise wrong(path, value, f"one of {', '.join(allowed)}, or a list of them, each once")
+        for name in names:
+            if name not in allowed:
+                raise wrong(path, value, f"of {', '.join(allowed)}{nearest(name, allowed)}")
+        return tuple(names)
+
     def mapping(self, key: str) -> dict[str, Any]:
         path, value = self.find(key)
         return as_mapping(path, value)

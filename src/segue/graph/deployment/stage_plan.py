@@ -10,6 +10,8 @@ from segue.graph.deployment.options import LoraPlan
 from segue.messages.sampling import SamplingParams
 
 CPU = "cpu"
+ROUTINGS = ("load", "prefix", "session")
+"""What the choice of a replica may go by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,9 @@ class StagePlan:
     threads: int
     """CPU threads of the worker; equal for fused stages."""
     max_batch: int
+    routing: tuple[str, ...] = ("load",)
+    """The choice of a replica for a request goes by the first of these `ROUTINGS`, the next breaks its ties; equal for
+    fused stages."""
     load_format: str = "auto"
     """`auto` or `dummy`."""
     options: dict[str, Any] = field(default_factory=dict)

@@ -9,9 +9,9 @@ from typing import Any
 
 from segue.graph.deployment.deployment import Hardware, Limits
 from segue.graph.deployment.section import Section, as_mapping, wrong
-from segue.graph.deployment.stage_plan import CPU
+from segue.graph.deployment.stage_plan import CPU, ROUTINGS
 from segue.graph.kinds.registry import kind_keys, kind_of, kinds, rank_keys
-from segue.graph.parts import is_input, member_of
+from segue.graph.parts import is_built_in, member_of, own_name
 from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import ConfigError, nearest
 
@@ -20,6 +20,7 @@ LIMIT_KEYS = tuple(field.name for field in fields(Limits))
 _OF_EVERY_STAGE = (
     "devices",
     "replicas",
+    "routing",
     "memory_share",
     "dtype",
     "threads",
@@ -92,15 +93,15 @@ def read(graph: StageGraph, values: object, overrides: Mapping[str, Any]) -> Wri
     for name, path, entry, keys in _stage_entries(graph, top):
         if name in stages:
             raise ConfigError(f"{path} is stage {name!r}, as is {stages[name].path}; describe it once", field=path)
-        # the input stage runs on the CPU without a network: defaults that are meant for networks do not apply
+        # input and output stages run on the CPU without a network: defaults that are meant for networks do not apply
         without = graph.stages[name].without
-        section = Section(path, entry, keys, below=None if is_input(name) else below, foreign=_FOREIGN, own=without)
+        section = Section(path, entry, keys, below=None if is_built_in(name) else below, foreign=_FOREIGN, own=without)
         _check_engine(graph, name, section)
         wires.extend(_wiring(graph, name, section))
         stages[name] = section
     for name in graph.topological():
         own = graph.stages[name].without
-        stages.setdefault(name, Section(f"stages.{name}", {}, (), below=None if is_input(name) else below, own=own))
+        stages.setdefault(name, Section(f"stages.{name}", {}, (), below=None if is_built_in(name) else below, own=own))
     limits = Section("limits", top.mapping("limits"), LIMIT_KEYS)
     return Written(stages, wires, dict(_connectors(top)), limits, below)
 
@@ -130,11 +131,11 @@ def _stage_entries(graph: StageGraph, top: Section) -> Iterator[tuple[str, str, 
 
 
 def _of_member(graph: StageGraph, name: str) -> str:
-    """Return the full name of a stage of a graph of models: a model that has a single stage, besides its input stage,
+    """Return the full name of a stage of a graph of models: a model that has a single stage of its own
     stands for it. Raises `ConfigError`."""
     if name not in graph.members:
         return name
-    stages = [stage for stage in graph.stages if member_of(stage) == name and not is_input(stage)]
+    stages = [stage for stage in graph.stages if member_of(stage) == name and not is_built_in(stage)]
     if len(stages) > 1:
         raise ConfigError(
             f"stages has {name!r}, a model of {graph.name!r} with several stages; name one: {', '.join(stages)}",
@@ -159,8 +160,9 @@ def _named_stage(graph: StageGraph, path: str, entry: Mapping[str, Any]) -> str:
 
 
 def stage_of(graph: StageGraph, path: str, value: object) -> str:
-    """Return the stage of a name or number. Numbers count the stages from 0 in topological order without `input`."""
-    counted = [name for name in graph.topological() if not is_input(name)]
+    """Return the stage of a name or number. Numbers count the stages from 0 in topological order without `input` and
+    `output`."""
+    counted = [name for name in graph.topological() if not is_built_in(name)]
     if isinstance(value, str) and (name := _of_member(graph, value)) in graph.stages:
         return name
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
@@ -259,11 +261,13 @@ class Wish:
     replicas: int | None
     threads: int | None
     ranks: int | None
+    routing: tuple[str, ...] | None = None
 
     def shown(self) -> dict[str, str]:
         """Return the set fields as text."""
         said = {"devices": ", ".join(self.devices or ()), "replicas": self.replicas, "threads": self.threads}
         said["processes per replica"] = self.ranks
+        said["routing"] = ", ".join(self.routing or ())
         return {key: str(value) for key, value in said.items() if value}
 
     def clash(self, other: Wish) -> str | None:
@@ -277,6 +281,7 @@ class Wish:
             self.replicas or other.replicas,
             self.threads or other.threads,
             self.ranks or other.ranks,
+            self.routing or other.routing,
         )
 
 
@@ -289,14 +294,16 @@ def joined_wish(group: Sequence[str], wishes: Mapping[str, Wish]) -> Wish:
 
 def wish_of(graph: StageGraph, name: str, section: Section, hardware: Hardware) -> Wish:
     devices = _devices(section, hardware)
-    if is_input(name):
+    if is_built_in(name):
         if devices not in (None, (CPU,)):
-            raise wrong(section.at("devices"), section.values["devices"], "cpu: the input stage runs on the CPU")
+            right = f"cpu: the {own_name(name)} stage runs on the CPU"
+            raise wrong(section.at("devices"), section.values["devices"], right)
         devices = (CPU,)
     stage = graph.stages[name]
     ranks = kind_of(stage.engine).ranks(graph.name, stage, section)
     threads = section.integer("threads", None, most=MOST_THREADS)
-    return Wish(devices, section.integer("replicas", None), threads, ranks)
+    routing = section.choices("routing", None, ROUTINGS)
+    return Wish(devices, section.integer("replicas", None), threads, ranks, routing)
 
 
 def said_of_ranks(group: tuple[str, ...], sections: Mapping[str, Section]) -> tuple[str, str]:

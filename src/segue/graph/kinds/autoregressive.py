@@ -158,4 +158,6 @@ AUTOREGRESSIVE = EngineKind(
     ranks=_ranks,
     check_defaults=_check_defaults,
     samples=True,
+    shares_weights=True,
+    cache_share=0.8,
 )

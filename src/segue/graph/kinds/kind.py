@@ -55,6 +55,10 @@ class EngineKind(Generic[P]):
     replayable: bool = False
     """A new attempt of its stages gives the same chunks in the same pieces, so that a receiver drops repeated chunks by
     number."""
+    shares_weights: bool = False
+    """The weights of its stages have their final form once the stage model is built: replicas on a CPU share them."""
+    cache_share: float = 0.0
+    """Share for its stages' caches of the memory that the weights leave; the rest is for activations."""
     dominant: bool = False
     """Nearly all of a request's time goes into its stages, so other workers get no CPU core of their own."""
 

@@ -45,4 +45,5 @@ MODULE = EngineKind(
     weight=1,
     weight_of_main=1,
     replayable=True,
+    shares_weights=True,
 )

@@ -9,11 +9,12 @@ from typing import Any, cast
 
 import msgspec
 
-from segue.graph.deployment.stage_plan import StagePlan
+from segue.graph.deployment.stage_plan import CPU, StagePlan
 from segue.graph.kinds.autoregressive import AUTOREGRESSIVE
 from segue.graph.kinds.diffusion import DIFFUSION
 from segue.graph.kinds.kind import EngineKind
 from segue.graph.kinds.module import MODULE
+from segue.graph.parts import INPUT
 from segue.graph.plugins import plugins
 from segue.messages.errors import ConfigError
 
@@ -38,6 +39,12 @@ def kinds() -> Mapping[str, EngineKind[Any]]:
 def kind_of(engine: str) -> EngineKind[Any]:
     """Return the kind with this name, which a validated graph or plan has."""
     return kinds()[engine]
+
+
+def shares_weights(stage: StagePlan) -> bool:
+    """Whether the workers of a stage share their weights: several on the CPU, of one process each."""
+    alone = stage.replicas == 1 or stage.ranks > 1
+    return not alone and stage.devices == (CPU,) and stage.name != INPUT and kind_of(stage.engine).shares_weights
 
 
 def plan_from(values: Mapping[str, Any]) -> StagePlan:

@@ -1,5 +1,6 @@
 """The hardware of this host: cores and memory within its cgroups (`hardware`), its GPUs and reasons why one cannot be
-used (`gpus`), and the lines that `segue serve` prints about them (`account`).
+used (`gpus`), the lines that `segue serve` prints about them (`account`), and the memory that further workers would
+take (`further`).
 
-Doors: `account`, `hardware`.
+Doors: `account`, `further`, `hardware`.
 """

@@ -23,6 +23,7 @@ class Place:
     memory_bytes: int
     ranks: int = 1
     """Processes of each replica; `memory_bytes` is for one of them."""
+    routing: tuple[str, ...] = ("load",)
 
 
 def groups_of(

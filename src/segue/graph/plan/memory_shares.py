@@ -10,7 +10,7 @@ from typing import NoReturn
 from segue.graph.deployment.deployment import Hardware
 from segue.graph.deployment.section import Section
 from segue.graph.deployment.stage_plan import CPU
-from segue.graph.parts import is_input
+from segue.graph.parts import is_built_in
 from segue.graph.plan.groups import Place
 from segue.messages.errors import ConfigError
 
@@ -26,7 +26,7 @@ def share_memory(
 ) -> dict[str, Place]:
     """Give every place its memory share: the file's, else a part of the remainder, by weight.
 
-    The input stage sizes nothing by its share, so it gets none by default.
+    The input and output stages size nothing by their shares, so they get none by default.
     """
     said = {name: sections[name].number("memory_share", None, most=1.0) for name in places}
     fair: dict[str, list[float]] = {name: [] for name in places}
@@ -36,7 +36,7 @@ def share_memory(
         if explicit > 1.0 + 1e-9:
             _over(device, here, said, sections)
         silent = {
-            name: weights[name] * count for name, count in here.items() if said[name] is None and not is_input(name)
+            name: weights[name] * count for name, count in here.items() if said[name] is None and not is_built_in(name)
         }
         pool = min(_CPU_POOL if device == CPU else _POOL, max(_POOL - explicit, (1.0 - explicit) / 2))
         for name in silent:

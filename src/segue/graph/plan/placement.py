@@ -9,7 +9,7 @@ from segue.graph.deployment.section import Section, wrong
 from segue.graph.deployment.stage_plan import CPU
 from segue.graph.deployment.written import Wire, Wish, joined_wish, path_of, said_of_ranks, wish_of
 from segue.graph.kinds.registry import kind_of
-from segue.graph.parts import only_reads
+from segue.graph.parts import is_built_in, only_reads
 from segue.graph.plan.groups import Place, check_alone, groups_of
 from segue.graph.plan.memory_shares import share_memory
 from segue.graph.plan.wiring import Connectors
@@ -21,6 +21,8 @@ _MOST_INPUTS = 4
 one is free for other requests. They are mostly idle."""
 _MOST_GPU_THREADS = 4
 """Most threads of a worker whose network runs on a GPU: the CPU only feeds it."""
+_ROUTING = ("load", "prefix")
+"""Default routing: among equally loaded replicas, the one that had most of the prompt."""
 
 
 def place(
@@ -46,7 +48,15 @@ def place(
     }
     threads = _threads(joined, devices, replicas, weights, hardware, _light(graph, groups))
     places = {
-        name: Place(devices[group], replicas[group], threads[group], 0.0, 0, joined[group].ranks or 1)
+        name: Place(
+            devices[group],
+            replicas[group],
+            threads[group],
+            0.0,
+            0,
+            joined[group].ranks or 1,
+            joined[group].routing or (("load",) if only_reads(group) else _ROUTING),
+        )
         for group in groups
         for name in group
     }
@@ -112,15 +122,16 @@ def _replicas(
 
 
 def _light(graph: StageGraph, groups: Collection[tuple[str, ...]]) -> set[tuple[str, ...]]:
-    """Return the workers that get no core of their own: all others if a kind is dominant, and workers that tokenize.
+    """Return the workers that get no core of their own: all others if a kind is dominant, and workers that tokenize or
+    encode.
 
     An image's time goes into tens of denoiser calls; its encoders and decoder are called once, and threads of their
     own, in addition to the denoiser's, gained nothing when measured with one client and with eight. Tokenizing takes
-    only a moment per request."""
+    only a moment per request, and a second of audio is encoded in milliseconds."""
     dominant = {group for group in groups if any(kind_of(graph.stages[name].engine).dominant for name in group)}
     if dominant:
         return set(groups) - dominant
-    return {group for group in groups if only_reads(group) and not _decodes(graph, group)}
+    return {group for group in groups if all(map(is_built_in, group)) and not _decodes(graph, group)}
 
 
 def _threads(

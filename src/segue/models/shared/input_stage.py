@@ -13,7 +13,7 @@ from segue.engines.contract import Payload, StageRequest
 from segue.engines.module.contract import Result, Work
 from segue.media.limits import DecodeBudget
 from segue.messages.errors import InvalidRequest, SegueError
-from segue.messages.request import Request
+from segue.messages.request import Message, Request
 
 THEN = "then"
 """Key of a payload: what follows this piece of an open request."""
@@ -42,14 +42,23 @@ class InputStage(ABC):
         """The payload of a piece that was appended to an open request. Raises `InvalidRequest`."""
         return self.process(request)
 
+    def pieces(self, request: Request, *, appended: bool) -> list[Request]:
+        """The pieces of a request, or of what was appended to it, that the model takes one after the other: the first
+        by `process` (by `process_appended` if `appended`), the others as if they were appended. `open` and `reply` of
+        each say what follows it. Raises `InvalidRequest`."""
+        return [request]
+
     def warm_up(self) -> None:
         """Process one short text, unless the stage accepts none (no tokenizer)."""
         self._result(Request(request_id="warm-up", prompt="Good morning!"))
 
     def begin(self, request: StageRequest) -> tuple[Any, list[Work]]:
-        """One work item: the request. More follow if it is open."""
+        """One work item for each piece of the request. More follow if it is open."""
         asked = request.request
-        return asked, [Work(request.request_id, asked, last=not asked.open)]
+        first, *others = self.pieces(asked, appended=False)
+        works = [Work(asked.request_id, first), *(Work(asked.request_id, _Appended(piece)) for piece in others)]
+        works[-1].last = not asked.open
+        return asked, works
 
     def feed(self, state: Request, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
         """A piece that the client appended, as a request of its own, or the end of the input. `state`: the request."""
@@ -58,14 +67,16 @@ class InputStage(ABC):
             return [Work(state.request_id, None, last=final)]
         item = msgspec.structs.replace(
             state,
-            messages=[],
+            messages=[Message("user", list(piece.tensors))] if piece.tensors else [],
             prompt=piece.prompt,
             prompt_token_ids=piece.prompt_token_ids,
             prompt_embeds=None,
             add_special_tokens=False,
             reply=piece.reply,
         )
-        return [Work(state.request_id, _Appended(item), last=final)]
+        works = [Work(state.request_id, _Appended(one)) for one in self.pieces(item, appended=True)]
+        works[-1].last = final
+        return works
 
     def end(self, state: Any) -> None:
         """Nothing to free."""

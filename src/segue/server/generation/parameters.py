@@ -91,22 +91,24 @@ class CommonBody(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     user: str | None = None
-    """The tenant for fair scheduling, if clients have no keys."""
+    """The tenant for fair scheduling, if clients have no keys; and the session, if no other is given."""
+    prompt_cache_key: str | None = None
+    """OpenAI's: the session."""
+    session_id: str | None = None
+    """vLLM's: the session."""
     deadline: float | None = None
     """Seconds from now."""
     options: dict[str, Any] | None = None
 
 
 MAX_USER = 256
-"""Most characters of `user`: the server keeps a name per tenant and sends it with every request."""
+"""Most characters of `user` and of the name of a session: the server keeps them and sends them with every request."""
 IGNORED = frozenset(
     {
         "metadata",
         "safety_identifier",
-        "prompt_cache_key",
         "prompt_cache_retention",
         "prompt_cache_options",
-        "session_id",
     }
 )
 """Parameters of OpenAI's and vLLM's that are accepted and ignored."""
@@ -281,7 +283,17 @@ def common_fields(body: CommonBody, card: ModelCard, now: float) -> dict[str, An
         "adapter": body.model if body.model in card.adapters else None,
         "cache_salt": checked_salt(body.cache_salt),
         **turn_fields(body.priority, body.user, body.deadline, now, card),
+        "session": _session(body),
     }
+
+
+def _session(body: CommonBody) -> str:
+    """The session of a request, for routing. Raises `InvalidRequest`."""
+    for field in ("session_id", "prompt_cache_key"):
+        name = getattr(body, field)
+        if name is not None and len(name) > MAX_USER:
+            raise InvalidRequest(f"{field} has {len(name)} characters; at most {MAX_USER} are taken", field=field)
+    return body.session_id or body.prompt_cache_key or body.user or ""
 
 
 def turn_fields(

@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from segue.media.encode import AUDIO_FORMATS
 from segue.messages.errors import nearest, shown
+from segue.messages.formats import AUDIO_FORMATS
 from segue.orchestrator.service import ModelCard, Service
 from segue.server.generation.parameters import served_names
 from segue.server.http.errors import ModelNotFound, json_response
@@ -60,6 +60,10 @@ def _object(name: str, card: ModelCard) -> dict[str, Any]:
         "family": card.family,
         "takes": sorted(card.takes),
         "gives": sorted(card.gives),
+        "tensors": {
+            name: {"dtype": spec.dtype, "shape": spec.shape, "tokens": spec.tokens, "most": spec.most}
+            for name, spec in card.tensors.items()
+        },
         "stages": card.stages,
         "sampling_stages": card.sampling_stages,
         "voices": card.voices or [],

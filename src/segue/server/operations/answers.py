@@ -557,6 +557,13 @@ class TokenizerInfo(TypedDict):
     chat_template: str | None
 
 
+class TensorInput(TypedDict):
+    dtype: str
+    shape: list[int | None]
+    tokens: int
+    most: int
+
+
 class Model(TypedDict):
     id: str
     object: Literal["model"]
@@ -567,6 +574,7 @@ class Model(TypedDict):
     family: str
     takes: list[str]
     gives: list[str]
+    tensors: dict[str, TensorInput]
     stages: list[str]
     sampling_stages: list[str]
     voices: list[str]

@@ -10,7 +10,7 @@ import msgspec
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from segue.media.encode import AUDIO_FORMATS
+from segue.messages.formats import AUDIO_FORMATS
 from segue.server.anthropic.request import CountBody, MessagesBody
 from segue.server.http.errors import MESSAGES, json_response
 from segue.server.http.middleware import OPEN

@@ -16,7 +16,9 @@ from segue.graph.kinds.registry import kind_of
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
 from segue.messages.wire import StageFacts
+from segue.parallel.group import Group
 from segue.parallel.orders import Crew
+from segue.parallel.ranks import ALONE, Ranks
 
 P = TypeVar("P", bound=StagePlan)
 C = TypeVar("C", bound=LoadContext)
@@ -30,6 +32,8 @@ class Host:
     """Wakes the worker's loop, from any thread, when an engine has work that no message caused."""
     home: CompilerHome | None = None
     """The process that compiles grammars; None: this one."""
+    ranks: Ranks = ALONE
+    """The ranks of its one stage, each of which builds the same engine."""
 
 
 class LedModel(Protocol):
@@ -41,7 +45,7 @@ class LedModel(Protocol):
 
 @dataclass(frozen=True)
 class RankRoles(Generic[P, C]):
-    """How several processes share a stage."""
+    """How several processes share a stage whose engine runs on the leader alone."""
 
     meet: Callable[[C, P, int, Path], None]
     """(context, plan, rank, meeting place) → sets the process groups of the context when all ranks have met."""
@@ -66,8 +70,11 @@ class WorkerKind(Generic[P, C]):
     """What the orchestrator learns from a stage model."""
     sampling: Callable[[StageModel], SamplingParams] = lambda model: SamplingParams()
     """The sampling defaults of a stage model."""
+    meet: Callable[[C, P, int, Path], Group] | None = None
+    """(context, plan, rank, meeting place) → sets the process groups of the context when all ranks of a replica have
+    met, and returns that of them all. The engine then is a `RankedEngine`. None: its stages run in one process,
+    or by `ranks`."""
     ranks: RankRoles[P, C] | None = None
-    """None: its stages run in one process."""
 
 
 def worker_kind(engine: str) -> WorkerKind[Any, Any]:

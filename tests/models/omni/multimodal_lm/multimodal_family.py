@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from made_engine import engine_over
 from PIL import Image
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveContext
-from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.contract import Payload, StageOutput, StageRequest
 from segue.media.parts import PYTHON_POLICY, messages_from
-from segue.messages.request import Request
+from segue.messages.request import Message, Request
 from segue.messages.sampling import FALLBACK, SamplingParams
 from segue.models.omni.multimodal_lm.encoder import Encoder
 from segue.models.omni.multimodal_lm.input import InputProcessor
@@ -148,6 +148,39 @@ def request_of(case: Case, name: str = "r") -> Request:
     return Request(request_id=name, messages=messages_from(messages, PYTHON_POLICY))
 
 
+def beside(stage: InputProcessor, case: Case) -> None:
+    """Check that a prompt of text, of ids and of expanded ids, each with its media beside it, become the payload of the
+    chat."""
+    request = request_of(case)
+    expected = stage.process(request)
+    parts = sorted(request.media(), key=lambda part: part.kind)  # as clients give them: kind by kind
+    media = [Message("user", [*parts])]
+    text = stage._templated(request, stage._checked(request.messages))  # the text of a chat that a client renders
+    prompts: tuple[dict[str, Any], ...] = (
+        {"prompt": text},
+        {"prompt_token_ids": stage._processor.plain(text)},
+        {"prompt_token_ids": expected["token_ids"].tolist()},
+    )
+    for prompt in prompts:
+        assert_equal(stage.process(Request(request_id="r", messages=media, **prompt)), expected)
+
+
+def assert_equal(made: Any, expected: Any) -> None:
+    """Compare payloads."""
+    if isinstance(expected, dict):
+        assert made.keys() == expected.keys()
+        for key in expected:
+            assert_equal(made[key], expected[key])
+    elif isinstance(expected, list):
+        assert len(made) == len(expected)
+        for one, other in zip(made, expected, strict=True):
+            assert_equal(one, other)
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(made, expected)
+    else:
+        assert made == expected
+
+
 class Stages:
     """The adapters of one checkpoint."""
 
@@ -197,9 +230,7 @@ class Run:
 
     def __init__(self, stages: Stages, **config: Any) -> None:
         self.stages = stages
-        self.engine = AutoregressiveEngine(
-            stages.llm, AutoregressiveConfig(**{"num_blocks": 600, "block_size": 8, **config})
-        )
+        self.engine = engine_over(stages.llm, AutoregressiveConfig(**{"num_blocks": 600, "block_size": 8, **config}))
         self.cached: dict[str, int] = {}
 
     def __call__(

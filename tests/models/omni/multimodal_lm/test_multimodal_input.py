@@ -157,7 +157,7 @@ def test_a_reply_is_continued(stages: dict[str, InputProcessor], directories: di
             "messages",
         ),
         ("qwen3-vl", lambda: said("see <|image_pad|>"), "stands for image; send messages with a part", "messages[0]"),
-        ("qwen2-audio", lambda: Request(request_id="r", prompt="hear <|AUDIO|>"), "stands for audio", "prompt"),
+        ("qwen2-audio", lambda: Request(request_id="r", prompt="hear <|AUDIO|>"), "1 placeholder for audio", "prompt"),
         (
             "qwen3-vl",
             lambda: Request(request_id="r", prompt_token_ids=[672]),

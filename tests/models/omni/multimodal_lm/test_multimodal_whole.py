@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from multimodal_family import Case, Run, Stages, answer, processed, request_of, sent
+from multimodal_family import Case, Run, Stages, answer, beside, processed, request_of, sent
 from multimodal_newest import PALIGEMMA, PALIGEMMA_2
 from multimodal_others import make
 
@@ -56,6 +56,11 @@ def test_the_prompt_is_the_librarys_and_one_span(made: Made) -> None:
         rows = [chunk["media"][0] for chunk, _ in made.stages.encoded(payload)]
         prompt = made.stages.llm._prompt(sent("input", "llm", payload), rows)
         assert list(prompt.bidirectional) == [(0, len(payload["token_ids"]))]
+
+
+def test_the_processor_adds_its_tokens_to_the_clients_ids(made: Made) -> None:
+    """A beginning of text after the image, a line break at the end."""
+    beside(made.stages.input, CASES[0])
 
 
 def test_replies_are_those_of_generate(made: Made) -> None:

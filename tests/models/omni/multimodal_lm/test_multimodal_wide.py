@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multimodal_family import SOUNDS, TEXT, Case, Run, Stages, answer, processed
+from multimodal_family import SOUNDS, TEXT, Case, Run, Stages, answer, beside, processed
 from multimodal_gemma import GEMMA, GEMMA_3N, GEMMA_4_LARGER
 from multimodal_llama import LLAMA
 from multimodal_others import make, with_needs
@@ -37,6 +37,8 @@ def test_replies_are_those_of_generate(name: str, tmp_path: Path) -> None:
     assert len({tuple(reply) for reply in expected.values()}) == len(cases)
     others = (Case(TWO.name, TWO.text, (("image", 2 + by), ("image", 3 + by))) for by in (12, 29, 53, 71, 97, 131))
     assert any(answer(tmp_path, processed(tmp_path, other), TOKENS) != expected[TWO.name] for other in others)
+    for case in cases[1:]:
+        beside(stages.input, case)
     run = Run(stages, max_tokens_per_step=19)
     assert run(cases, TOKENS) == expected
     assert run([TWO], TOKENS) == {TWO.name: expected[TWO.name]}

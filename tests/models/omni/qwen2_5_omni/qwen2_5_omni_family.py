@@ -25,7 +25,7 @@ from segue.models.shared.omni.chat import audio_of_videos
 
 # after the family, which mends torchvision
 from segue.engines.autoregressive.config import AutoregressiveConfig  # isort: skip
-from segue.engines.autoregressive.engine import AutoregressiveEngine  # isort: skip
+from made_engine import engine_over  # isort: skip
 from segue.engines.autoregressive.speculation.speculation import Speculation  # isort: skip
 
 THINKER_TOKENS = 24
@@ -298,8 +298,8 @@ class Pipeline:
     ) -> None:
         config = AutoregressiveConfig(num_blocks=num_blocks, **sizes)
         self.encoder = encoder
-        self.thinker = AutoregressiveEngine(thinker, config, speculation=speculation)
-        self.talker = AutoregressiveEngine(talker, config)
+        self.thinker = engine_over(thinker, config, speculation=speculation)
+        self.talker = engine_over(talker, config)
         self._requests: dict[tuple[str, str], StageRequest] = {}
 
     def run(self, asks: list[Ask]) -> list[Answer]:

@@ -198,6 +198,33 @@ def test_given_ids_are_taken_as_they_are(stage: InputProcessor) -> None:
     assert payload["media"] == []
 
 
+@pytest.mark.parametrize("with_audio", [False, True])
+def test_prompts_with_media_are_the_chat(
+    stage: InputProcessor, photo: MediaPart, speech: MediaPart, clip: MediaPart, with_audio: bool
+) -> None:
+    """A prompt of text, of ids and of expanded ids, with its media kind by kind."""
+    options = {"use_audio_in_video": with_audio}
+    chat = asked(photo, speech, clip, QUESTION, photo, options=options)
+    expected = stage.process(chat)
+    assert stage._chat is not None
+    text = stage._chat.text(chat.messages, chat.chat)
+    media = [Message("user", [clip, photo, photo, speech])]
+    for prompt in (
+        {"prompt": text},
+        {"prompt_token_ids": stage._chat.ids(text)},
+        {"prompt_token_ids": expected["token_ids"].tolist()},
+    ):
+        made = stage.process(Request(request_id="r", messages=media, options=options, **prompt))
+        assert torch.equal(made["token_ids"], expected["token_ids"])
+        assert [entry["hash"] for entry in made["media"]] == [entry["hash"] for entry in expected["media"]]
+        assert made["use_audio_in_video"] is with_audio
+    ids = [*stage._chat.ids(text), stage._chat.placeholder_id("video")]
+    with pytest.raises(InvalidRequest, match="2 placeholders for video, but multi_modal_data has 1 video: write"):
+        stage.process(Request(request_id="r", messages=media, prompt_token_ids=ids))
+    with pytest.raises(InvalidRequest, match="1 placeholder for video, but multi_modal_data has 0 video: send"):
+        stage.process(Request(request_id="r", prompt_token_ids=ids[-1:]))
+
+
 def bare(tiny_dir: Path, directory: Path, *left_out: str) -> InputProcessor:
     """The stage of a checkpoint without some of its files."""
     shutil.copytree(tiny_dir, directory, ignore=shutil.ignore_patterns("*.safetensors", *left_out))
@@ -208,7 +235,7 @@ def test_a_bare_prompt_is_tokenized_as_it_is(stage: InputProcessor, reference: R
     request = Request(request_id="r", prompt="<|im_start|>Tell me")
     ids = stage.process(request)["token_ids"].tolist()
     assert ids == reference.processor.tokenizer("<|im_start|>Tell me")["input_ids"]
-    with pytest.raises(InvalidRequest, match="stands for image"):
+    with pytest.raises(InvalidRequest, match="prompt has 1 placeholder for image, but multi_modal_data has 0 image"):
         stage.process(Request(request_id="r", prompt="a <|IMAGE|>"))
     with pytest.raises(InvalidRequest, match="prompt is empty"):
         stage.process(Request(request_id="r", prompt=""))

@@ -29,7 +29,7 @@ from segue.models.shared.omni.chat import audio_of_videos
 
 # after the family, which mends torchvision
 from segue.engines.autoregressive.config import AutoregressiveConfig  # isort: skip
-from segue.engines.autoregressive.engine import AutoregressiveEngine  # isort: skip
+from made_engine import engine_over  # isort: skip
 from segue.engines.autoregressive.speculation.speculation import Speculation  # isort: skip
 
 TOKENS = 24
@@ -258,7 +258,7 @@ class Run:
 
     def __init__(self, stages: Stages, **config: Any) -> None:
         self.stages = stages
-        self.engine = AutoregressiveEngine(stages.thinker, AutoregressiveConfig(**{"num_blocks": 400, **config}))
+        self.engine = engine_over(stages.thinker, AutoregressiveConfig(**{"num_blocks": 400, **config}))
         self.cached: dict[str, int] = {}
 
     def __call__(self, cases: list[Case]) -> dict[str, list[int]]:
@@ -303,8 +303,8 @@ class Speech:
     def __init__(self, stages: Stages, talker: Talker, speculation: Speculation | None = None, **config: Any) -> None:
         self.stages = stages
         settings = AutoregressiveConfig(**{"num_blocks": 400, **config})
-        self.thinker = AutoregressiveEngine(stages.thinker, settings, speculation=speculation)
-        self.talker = AutoregressiveEngine(talker, settings)
+        self.thinker = engine_over(stages.thinker, settings, speculation=speculation)
+        self.talker = engine_over(talker, settings)
         self._model = talker
         self._requests: dict[tuple[str, str], StageRequest] = {}
 

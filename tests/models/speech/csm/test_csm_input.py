@@ -46,6 +46,19 @@ def test_a_bare_prompt_names_its_speaker_itself(stage: InputProcessor) -> None:
     assert torch.equal(stage.process(message)["token_ids"], stage.process(prompt)["token_ids"])
 
 
+def test_recordings_beside_a_prompt_are_a_conversation(stage: InputProcessor) -> None:
+    conversation = asked(Message("user", [TextPart("Who is it?"), audio()]), Message("user", [TextPart("Hi")]))
+    expected = stage.process(conversation)
+    media = [Message("user", [audio()])]
+    text = "[0]Who is it?<|end_of_text|><|AUDIO|><|audio_eos|><|begin_of_text|>[0]Hi"
+    for prompt in ({"prompt": text}, {"prompt_token_ids": expected["token_ids"].tolist()}):
+        made = stage.process(Request(request_id="r", messages=media, **prompt))
+        assert torch.equal(made["token_ids"], expected["token_ids"])
+        assert made["media"][0]["hash"] == expected["media"][0]["hash"]
+    with pytest.raises(InvalidRequest, match="1 placeholder for audio, but multi_modal_data has 2 audio: write"):
+        stage.process(Request(request_id="r", messages=media * 2, prompt=text))
+
+
 def test_a_messages_name_is_its_speaker(stage: InputProcessor) -> None:
     named = asked(Message("user", [TextPart("Hello there")], {"name": "3"}), voice="1")
     other = asked(Message("user", [TextPart("Hello there")]), voice="3")
@@ -89,7 +102,7 @@ def test_what_is_no_conversation_is_named(stage: InputProcessor, messages: list[
 def test_unknown_voices_and_recordings_without_samples(stage: InputProcessor) -> None:
     with pytest.raises(NotFound, match="voice is 'nova'"):
         stage.process(asked(Message("user", [TextPart("Hi")]), voice="nova"))
-    with pytest.raises(InvalidRequest, match="prompt has a place for a recording; send recordings in messages"):
+    with pytest.raises(InvalidRequest, match="prompt has 1 placeholder for audio, but multi_modal_data has 0 audio"):
         stage.process(Request(request_id="r", prompt="[0]<|AUDIO|>"))
     with pytest.raises(InvalidRequest, match="ids of this model are from 0 to 671"):
         stage.process(Request(request_id="r", prompt_token_ids=[672]))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from made_engine import engine_over
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
-from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.speculation.speculation import Speculation
 from segue.engines.contract import StageRequest
 from segue.messages.request import Request
@@ -23,7 +23,7 @@ class Drive:
     def __init__(self, adapter: Any, *, ahead: bool | None = None, drafter: Any = None, **config: Any) -> None:
         speculation = None if drafter is None else Speculation(drafter, 4, adaptive=False)
         sizes = AutoregressiveConfig(**{"num_blocks": 128, "block_size": 8, "max_batch": 8, **config})
-        self.engine = AutoregressiveEngine(adapter, sizes, speculation=speculation, ahead=ahead)
+        self.engine = engine_over(adapter, sizes, speculation=speculation, ahead=ahead)
         self.answers: dict[tuple[str, int], list[int]] = {}
 
     def add(self, name: str, prompt: list[int], *, then: str = "end", seed: int = 0, **sampling: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 
 import pytest
@@ -79,8 +78,8 @@ def test_two_equal_one(kind: str, homes: dict[str, Home], second: Second) -> Non
 def test_loaded_and_unloaded_while_requests_run(homes: dict[str, Home], second: Second) -> None:
     home = homes["llama"]
     with second.led(home.base, lora={}) as led:
-        assert led.lora is not None
         served = Served(led)
+        assert led.lora is not None
         add(served, "none", None, PROMPTS[0], PARAMS)
         first = served.engine.step()
         led.lora.load("poet", home.paths["wide"])
@@ -101,8 +100,7 @@ def test_loaded_and_unloaded_while_requests_run(homes: dict[str, Home], second: 
             "first": home.expected["wide"][1],
             "second": home.expected["narrow"][2],
         }
-        gc.collect()
-        add(served, "after", "poet", PROMPTS[3], PARAMS)  # what nobody has any more was forgotten before
+        add(served, "after", "poet", PROMPTS[3], PARAMS)
         assert finish(served) == {"after": home.expected["narrow"][3]}
 
 

@@ -13,10 +13,12 @@ from rank_process import Second
 
 from segue.engines.autoregressive.contract import AutoregressiveModel, FlatBatch
 from segue.kernels.attention.paged_step import Part, paged_step
+from segue.kernels.kv.store import KVStore
 from segue.messages.errors import ConfigError
 from segue.models.shared.library import AutoModelForCausalLM
 from segue.parallel.group import Group
 from segue.parallel.shard import shard
+from segue.parallel.wire import dtype_of
 from selection import daily
 
 PROMPTS = prompts()[::3]
@@ -25,10 +27,15 @@ IDS = torch.arange(33) * 7919 % 640
 
 
 @torch.inference_mode()
-def logits(adapter: AutoregressiveModel, length: int = 33, stored: torch.dtype | None = None) -> torch.Tensor:
-    """Of a prompt in one piece, and of one more token."""
-    store = adapter.kv.store(
-        adapter.kv.layout(1), num_blocks=8, block_size=8, dtype=torch.float32, stored=stored, device=adapter.device
+def logits(adapter: AutoregressiveModel, length: int = 33, stored: str | None = None) -> torch.Tensor:
+    """Of a prompt in one piece, and of one more token. `stored`: the dtype in which keys and values are kept."""
+    store = KVStore(
+        adapter.kv.layout(1),
+        num_blocks=8,
+        block_size=8,
+        dtype=torch.float32,
+        stored=None if stored is None else dtype_of(stored),
+        device=adapter.device,
     )
     out = []
     for start, stop in ((0, length - 1), (length - 1, length)):
@@ -63,7 +70,7 @@ def test_two_equal_one(kind: str, tmp_path: Path, second: Second) -> None:
     expected = generate(directory, PROMPTS, TOKENS, min_new_tokens=TOKENS)
     assert len({tuple(answer) for answer in expected}) == 10
     with second.led(directory) as led:
-        assert difference(logits(led), logits(whole)) < 1e-5
+        assert difference(led.both(logits), logits(whole)) < 1e-5
         assert led.weight_bytes < 0.6 * whole.weight_bytes  # half, and what the layout of small weights pads
         if kind != "olmo":  # its plan gathers the heads
             assert 2 * led.kv.kv_heads == whole.kv.kv_heads
@@ -84,11 +91,11 @@ def test_keys_and_values_in_eight_bits(tmp_path: Path, second: Second) -> None:
     """Every rank rounds those of its own heads, as one process does."""
     directory = make("llama", tmp_path / "llama")
     whole = load(directory)
-    fp8 = torch.float8_e4m3fn
+    fp8 = "float8_e4m3fn"
     rounded = logits(whole, stored=fp8)
     assert difference(rounded, logits(whole)) > 1e-2
     with second.led(directory) as led:
-        assert difference(logits(led, stored=fp8), rounded) < 1e-5
+        assert difference(led.both(logits, 33, fp8), rounded) < 1e-5
         served = Served(led, kv_dtype="fp8", max_tokens_per_step=24)
         assert served.run(PROMPTS, TOKENS) == Served(whole, kv_dtype="fp8").run(PROMPTS, TOKENS)
 
@@ -99,7 +106,7 @@ def test_quantised_weights(kind: str, within: float, tmp_path: Path, second: Sec
     directory = make("llama", tmp_path / "llama")
     exact, alone = load(directory), load(directory, quantization=kind)
     with second.led(directory, quantization=kind) as led:
-        error = float((logits(led) - logits(exact)).norm() / logits(exact).norm())
+        error = float((led.both(logits) - logits(exact)).norm() / logits(exact).norm())
         assert 1e-4 < error < within
         assert led.weight_bytes < 0.75 * alone.weight_bytes
         together = Served(led, max_tokens_per_step=24).run(PROMPTS, TOKENS)
@@ -117,41 +124,11 @@ def test_what_the_follower_holds_matters(tmp_path: Path, second: Second) -> None
         model.model.layers[1].self_attn.v_proj.weight[-1] *= 3
     model.save_pretrained(tmp_path / "other")
     with second.led(directory, tmp_path / "other") as led:
-        assert difference(logits(led), whole) > 1e-3
-
-
-def test_blocks_are_copied_and_scrubbed_everywhere(tmp_path: Path, second: Second) -> None:
-    directory = make("llama", tmp_path / "llama")
-
-    @torch.inference_mode()
-    def last(adapter: AutoregressiveModel, scrubbed: list[int]) -> torch.Tensor:
-        """Logits of a token whose past was copied, and then zeroed where it was, or where it is."""
-        options: dict[str, Any] = {"num_blocks": 8, "block_size": 8, "dtype": torch.float32, "device": adapter.device}
-        store = adapter.kv.store(adapter.kv.layout(1), **options)
-        for start, stop, blocks in ((0, 15, [0, 1]), (15, 16, [6, 3])):
-            batch = FlatBatch(
-                IDS[start:stop],
-                None,
-                torch.arange(start, stop)[None],
-                paged_step(store, [Part(blocks, start, stop)]),
-                [(None, start, stop)],
-            )
-            hidden, _ = adapter.forward(adapter.embed(IDS[start:stop], None), batch)
-            if start == 0:
-                store.copy([(0, 6), (1, 3)])
-                store.scrub(scrubbed)
-        return adapter.logits(hidden)
-
-    whole = load(directory)
-    expected = last(whole, [0, 1])
-    assert difference(last(whole, [6]), expected) > 1e-2
-    with second.led(directory) as led:
-        assert difference(last(led, [0, 1]), expected) < 1e-5
-        assert difference(last(led, [6]), last(whole, [6])) < 1e-5
+        assert difference(led.both(logits), whole) > 1e-3
 
 
 def test_several_outputs_and_beams(tmp_path: Path, second: Second) -> None:
-    """Copy-on-write under the leader's tables."""
+    """Copy-on-write on both ranks."""
     directory = make("qwen3", tmp_path / "qwen3")
     wishes: tuple[dict[str, Any], ...] = ({"n": 3, "top_k": 3}, {"n": 2, "beam_width": 3})
     for wish in wishes:
@@ -171,9 +148,9 @@ def test_random_weights(tmp_path: Path, second: Second) -> None:
     """`load_format: dummy` makes each rank's part alone; what both have whole is equal, so all goes together."""
     directory = make("qwen3", tmp_path / "qwen3")
     with second.led(directory, load_format="dummy") as led:
-        found = logits(led)
+        found = led.both(logits)
         assert bool(found.isfinite().all())
-        assert torch.equal(logits(led), found)
+        assert torch.equal(led.both(logits), found)
 
 
 # --- what cannot be divided ------------------------------------------------------------------------------------------

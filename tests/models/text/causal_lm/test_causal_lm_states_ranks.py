@@ -13,7 +13,8 @@ from rank_process import Second
 
 from segue.engines.autoregressive.contract import AutoregressiveModel, FlatBatch
 from segue.kernels.attention.paged_step import Part, paged_step
-from segue.kernels.kv.states import Stretch, state_step
+from segue.kernels.kv.states import StateStore, Stretch, state_step
+from segue.kernels.kv.store import KVStore
 from segue.messages.errors import ConfigError
 from segue.models.shared.library import AutoModelForCausalLM
 from segue.parallel.group import Group
@@ -99,12 +100,13 @@ def test_drafts(directory: Path, second: Second) -> None:
 
 
 @torch.inference_mode()
-def last(adapter: AutoregressiveModel, ids: torch.Tensor, copied: list[tuple[int, int]]) -> torch.Tensor:
+def last(adapter: AutoregressiveModel, copied: list[tuple[int, int]]) -> torch.Tensor:
     """Logits behind a text whose last token goes on from the state in slot 3. The others wrote theirs to slot 1."""
+    ids = torch.arange(20) * 7919 % 640
     options: dict[str, Any] = {"num_blocks": 8, "block_size": 8, "dtype": torch.float32, "device": adapter.device}
-    store = adapter.kv.store(adapter.kv.layout(1), **options)
+    store = KVStore(adapter.kv.layout(1), **options)
     assert adapter.kv.states is not None
-    states = adapter.kv.state_store(adapter.kv.states, 4, adapter.device)
+    states = StateStore(adapter.kv.states, 4, adapter.device)
     hidden = torch.empty(0)
     for start, stop, slot in ((0, len(ids) - 1, 1), (len(ids) - 1, len(ids), 3)):
         batch = FlatBatch(
@@ -126,17 +128,16 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def test_what_the_follower_keeps_matters(directory: Path, tmp_path: Path, second: Second) -> None:
     """Its states, and their copies, are in the logits: those of another convolution give others."""
-    ids = torch.arange(20) * 7919 % 640
     alone = load(directory)
-    expected = last(alone, ids, [(1, 3)])
-    assert difference(last(alone, ids, []), expected) > 1e-3
+    expected = last(alone, [(1, 3)])
+    assert difference(last(alone, []), expected) > 1e-3
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with torch.no_grad():
         model.model.layers[0].linear_attn.conv1d.weight *= 2
     model.save_pretrained(tmp_path / "other")
     for theirs, same in ((directory, True), (tmp_path / "other", False)):
         with second.led(directory, theirs) as led:
-            assert (difference(last(led, ids, [(1, 3)]), expected) < 1e-5) == same
+            assert (difference(led.both(last, [(1, 3)]), expected) < 1e-5) == same
 
 
 # --- what cannot be divided ------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from segue.bench.omni.baseline import Answer, Options
 from segue.bench.omni.workload import VIDEO_FPS, BenchRequest
 from segue.kernels.torchvision_shim import ensure_torchvision
 from segue.messages.request import MediaPart, TextPart
-from segue.parallel.orders import dtype_of
+from segue.parallel.wire import dtype_of
 
 ensure_torchvision()
 

@@ -1,5 +1,6 @@
 """Structured output by xgrammar. `grammar` masks the tokens that a grammar forbids, `process` compiles grammars in
-separate processes that are killed when they take too long, and the other modules check the client's input.
+separate processes that are killed when they take too long, `shared` gives the ranks of a replica one grammar, and the
+other modules check the client's input.
 
-Doors: `grammar`, `process`, `after_thoughts`.
+Doors: `grammar`, `process`, `after_thoughts`, `shared`.
 """

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import numpy as np
 import torch
 
-from segue.engines.autoregressive.grammar.grammar import Grammar
+from segue.engines.autoregressive.grammar.grammar import Form
 from segue.engines.autoregressive.sample.thinking import Thinking
 
 _KEPT = 256
@@ -18,7 +18,7 @@ _KEPT = 256
 class AfterThoughts:
     """State of one output, first in its thought, then in its grammar: a `Form`."""
 
-    def __init__(self, grammar: Grammar, place: Thinking, ends: Collection[int]) -> None:
+    def __init__(self, grammar: Form, place: Thinking, ends: Collection[int]) -> None:
         """`place`: the output's initial thinking state. `ends`: tokens that end it, forbidden within a thought."""
         self._grammar = grammar
         self._place = place

@@ -15,6 +15,7 @@ from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.speculation.drafter import Computed, Drafter, Wanted
 from segue.engines.autoregressive.speculation.worth import Costs, Gate
 from segue.engines.autoregressive.step.inputs import Scheduled
+from segue.parallel.ranks import ALONE, Ranks
 
 NO_SPECULATION = {
     "spec_draft_tokens_total": 0.0,
@@ -32,15 +33,16 @@ class Speculation:
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: Drafter | None,
         tokens: int,
         *,
         adaptive: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`tokens`: most drafts per sequence and step. `adaptive`: switch off per request if it does not pay off."""
+        """`drafter`: None on all ranks but rank 0. `tokens`: most drafts per sequence and step. `adaptive`: switch off
+        per request if it does not pay off."""
         self.tokens = tokens
-        self._drafter: Drafter | None = drafter
+        self._drafter = drafter
         self._adaptive = adaptive
         self._clock = clock
         self._costs = Costs()
@@ -52,19 +54,30 @@ class Speculation:
         self._accepted = 0
         self._switched_off = 0
 
-    def propose(self, sequences: Iterable[Sequence], limits: Limits, vocab_size: int) -> None:
-        """Give drafts to the running sequences that will decode in the next step and may speculate."""
+    def propose(self, sequences: Iterable[Sequence], limits: Limits, vocab_size: int, ranks: Ranks = ALONE) -> None:
+        """Give drafts to the running sequences that will decode in the next step and may speculate. What they are
+        depends on measured costs, too: all ranks take rank 0's."""
+        drafts = ranks.same(lambda: self._drafts(sequences, limits, vocab_size), dict[str, list[int]])
+        if drafts:
+            for sequence in sequences:
+                if sequence.job.key in drafts:
+                    sequence.propose(drafts[sequence.job.key])
+
+    def _drafts(self, sequences: Iterable[Sequence], limits: Limits, vocab_size: int) -> dict[str, list[int]]:
+        """Drafts by sequence key."""
         decoding = [sequence for sequence in sequences if sequence.job.running and sequence.job.runnable]
         room = limits.max_tokens - len(decoding)
         candidates = [sequence for sequence in decoding if self._wants(sequence)]
         if room <= 0 or not candidates or self._drafter is None:
-            return
+            return {}
+        drafts: dict[str, list[int]] = {}
         wanted = [_wanted(sequence, min(self.tokens, room)) for sequence in candidates]
         with self._contained():
             proposals = self._drafter.propose(wanted)
-            for sequence, entry, drafts in zip(candidates, wanted, proposals, strict=True):
-                sequence.propose(_checked(drafts, entry.most, vocab_size))
+            for entry, proposed in zip(wanted, proposals, strict=True):
+                drafts[entry.key] = _checked(proposed, entry.most, vocab_size)
             self._served = max(self._served, len(candidates))
+        return drafts
 
     def _wants(self, sequence: Sequence) -> bool:
         job = sequence.job

@@ -17,6 +17,7 @@ from segue.engines.autoregressive.step.decode_graphs import batch_sizes
 from segue.engines.autoregressive.step.inputs import Newest
 from segue.kernels.graphs.replay import USES, NetworkGraphs, Replayer, replayer_on
 from segue.kernels.staging import upload, upload_all
+from segue.parallel.ranks import Ranks
 
 SECONDS = 2.0
 """On a CPU, no further size is run at the start after this time."""
@@ -113,7 +114,7 @@ class Advance:
         return torch.cat([tokens[:, None], codes[:count]], dim=1), finite[:count]
 
     @torch.inference_mode()
-    def warm_up(self, hidden: torch.Tensor) -> None:
+    def warm_up(self, hidden: torch.Tensor, ranks: Ranks) -> None:
         """Run the sizes of steps, and capture them: requests then do not wait for it. `hidden`: final hidden states
         [1, hidden] of any token."""
         began = time.monotonic()
@@ -123,7 +124,7 @@ class Advance:
             for _ in range(1 if self._graphs is None else USES):
                 run = self._run if self._graphs is None else self._graphs
                 run(hidden.repeat(size, 1), ids, numbers, greedy, *self._blank(size))
-            if not self._padded and time.monotonic() - began > SECONDS:
+            if not self._padded and ranks.same(lambda: time.monotonic() - began > SECONDS, bool):
                 return
 
     def _blank(self, size: int) -> list[torch.Tensor]:

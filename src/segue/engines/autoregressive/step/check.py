@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from segue.engines.autoregressive.contract import AutoregressiveModel, FlatBatch, KVSpec
+from segue.engines.autoregressive.contract import AutoregressiveModel, FlatBatch, KVSpec, embedded
 from segue.engines.autoregressive.speculation.speculation import Speculation
 from segue.kernels.attention.interface import AttentionWindow, Chunked, check_chunks, first_seen
 from segue.kernels.attention.paged_attention import LibraryRecord, library_attention
@@ -28,7 +28,8 @@ from segue.kernels.attention.paged_step import (
     step_order,
     within_chunks,
 )
-from segue.kernels.kv.states import StateLayout, StateStep, Stretch, state_step
+from segue.kernels.kv.states import StateLayout, StateStep, StateStore, Stretch, state_step
+from segue.kernels.kv.store import KVStore
 from segue.messages.errors import ConfigError
 
 _LENGTHS = (21, 40)
@@ -109,8 +110,10 @@ def _forward(
     ids = torch.cat([tokens[start:stop] for tokens, start, stop in parts])
     places = torch.cat([torch.arange(start, stop, device=model.device) for _, start, stop in parts])
     positions = places.expand(model.axes, -1)
-    batch = FlatBatch(ids, None, positions, paged, [(None, start, stop) for _, start, stop in parts], states)
-    hidden, _ = model.forward(model.embed(ids, None), batch)
+    prompts = [(None, start, stop) for _, start, stop in parts]
+    batch = FlatBatch(ids, None, positions, paged, list(prompts), states)
+    batch.places = [start for _, start, _ in parts]
+    hidden, _ = model.forward(embedded(model, batch), batch)
     return hidden
 
 
@@ -126,7 +129,7 @@ def _run_flat(
     check_chunks(layout.windows, size)
     tables = _tables(size)
     blocks = sum(map(len, tables))
-    store = model.kv.store(
+    store = KVStore(
         layout,
         num_blocks=blocks * layout.groups,
         block_size=size,
@@ -135,7 +138,7 @@ def _run_flat(
         backend=backend,
     )
     kept = model.kv.states
-    states = None if kept is None else model.kv.state_store(kept, len(sequences), model.device)
+    states = None if kept is None else StateStore(kept, len(sequences), model.device)
     pieces: list[list[torch.Tensor]] = [[] for _ in sequences]
     for step in steps:
         parts = [(which, Part(tables[which], *span)) for which, span in enumerate(step) if span is not None]

@@ -24,6 +24,7 @@ from segue.kernels.kv.states import StateStore, Stretch, state_step
 from segue.kernels.kv.store import KVStore
 from segue.kernels.staging import Readback, upload
 from segue.messages.errors import StageFailed
+from segue.parallel.ranks import ALONE, Ranks
 
 
 @dataclass(slots=True)
@@ -89,9 +90,10 @@ class Dispatcher:
         share_size: int,
         states: StateStore | None = None,
         advance: Advance | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`share_size`: block size for prefix sharing; 0: no sharing. `states`: for a decoder with state. `advance`:
-        for a stage model that yields rows of codes."""
+        for a stage model that yields rows of codes. `ranks`: all of them take what rank 0 has drawn."""
         self._model = model
         self._store = store
         self.graphs = graphs
@@ -100,6 +102,7 @@ class Dispatcher:
         self._share_size = share_size
         self._states = states
         self.advance = advance
+        self._ranks = ranks
 
     def plan(self, runs: Seq[Run], active: ActiveSequences) -> tuple[list[Scheduled], PagedStep | HybridStep]:
         """The sequences of the step in the order of the flat batch, and the metadata for attention."""
@@ -132,7 +135,9 @@ class Dispatcher:
             dict.fromkeys(sequence.branches for sequence, _ in scheduled if isinstance(sequence.branches, BeamGroup))
         )
         drawn = self._draw(scheduled, hidden, newest)
-        back = Readback([finite, *(drawn.tensors if drawn is not None else ())])
+        results = [finite, *(drawn.tensors if drawn is not None else ())]
+        self._ranks.agree(results)
+        back = Readback(results)
         return Ran(hidden, captured, attention, batch.positions[0], drawn, searches, back)
 
     def read(self, ran: Ran) -> StepResult:
@@ -155,6 +160,8 @@ class Dispatcher:
         if wanted:
             recent = None if self.advance is None else self.advance.recent(wanted, newest)
             drawn = Drawn(wanted, logits[:count], hidden[:count], self.advance, recent)
+        if of_beams:  # a search reads them on the host
+            self._ranks.agree([logits[count:]])
         at = count
         for search, beams in of_beams.items():
             search.pick(logits[at : at + len(beams)])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from segue.engines.autoregressive.contract import AutoregressiveModel, FlatBatch, Prompt
+from segue.engines.autoregressive.contract import AutoregressiveModel, EmbedsInPlace, FlatBatch, Prompt
 from segue.engines.autoregressive.schedule.jobs import Job, Run
 from segue.engines.autoregressive.sequence import Sequence
 from segue.kernels.attention.paged_step import HybridStep, PagedStep
@@ -57,6 +57,7 @@ def flat_batch(
     codes: list[list[int]] = []
     codes_coming: list[tuple[int, int]] = []
     prompts: list[tuple[Prompt | None, int, int]] = []
+    starts: list[int] = []
     for sequence, run in scheduled:
         begin = len(ids)
         ids += sequence.tokens(run.start, run.stop)
@@ -69,6 +70,7 @@ def flat_batch(
         at = begin
         for part, start, stop in sequence.input.within(run.start, run.stop):
             prompts.append((part.prompt, start, stop))
+            starts.append(part.start + start)
             border = min(max(part.length, start), stop)
             for first, last, rows in _prompt_pieces(part.prompt, start, border):
                 piece = at + first - start
@@ -94,6 +96,9 @@ def flat_batch(
     if coming:
         assert newest is not None
         token_ids.index_copy_(0, moves[0], newest.tokens.index_select(0, moves[1]))
+    if isinstance(model, EmbedsInPlace):
+        batch = FlatBatch(token_ids, None, positions, attention, prompts, states, places=starts)
+        return model.embed_batch(batch), batch
     pieces = list(own)
     if plain:
         pieces += _embed(model, token_ids, plain, None)
@@ -105,7 +110,7 @@ def flat_batch(
             pieces += _embed(model, token_ids, generated, rows)
     pieces.sort(key=lambda piece: piece[0])
     embeds = pieces[0][1] if len(pieces) == 1 else torch.cat([piece for _, piece in pieces])
-    return embeds, FlatBatch(token_ids, embeds if own else None, positions, attention, prompts, states)
+    return embeds, FlatBatch(token_ids, embeds if own else None, positions, attention, prompts, states, places=starts)
 
 
 def _prompt_pieces(prompt: Prompt, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor | None]]:

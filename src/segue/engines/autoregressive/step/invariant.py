@@ -18,6 +18,7 @@ from segue.engines.autoregressive.wrapped import Wrapped
 from segue.kernels.attention.interface import Chunked
 from segue.kernels.attention.invariant_attention import invariant_step
 from segue.kernels.attention.paged_step import PagedStep, Part, paged_step
+from segue.kernels.kv.store import KVStore
 from segue.messages.errors import ConfigError
 
 ROWS = 16
@@ -165,7 +166,7 @@ def _run(
     model: InvariantModel, probe: torch.Tensor, others: list[torch.Tensor], spans: list[tuple[int, int]]
 ) -> torch.Tensor:
     """[tokens, hidden] of `probe`, computed span by span, each after the same span of `others`."""
-    store = model.kv.store(
+    store = KVStore(
         model.kv.layout(model.max_model_len),
         num_blocks=(1 + len(others)) * _BLOCKS,
         block_size=_BLOCK,

@@ -8,7 +8,7 @@ from segue.engines.autoregressive.cache.blocks import BlockPool
 from segue.engines.autoregressive.cache.memory import drafting_states, prefix_states, stored_as
 from segue.engines.autoregressive.cache.states import Snapshots, StateSlots
 from segue.engines.autoregressive.config import AutoregressiveConfig
-from segue.engines.autoregressive.contract import AutoregressiveModel, Prompt, YieldsRows
+from segue.engines.autoregressive.contract import AutoregressiveModel, EmbedsInPlace, Prompt, YieldsRows
 from segue.engines.autoregressive.schedule.bidirectional import longest_of
 from segue.engines.autoregressive.schedule.jobs import Limits
 from segue.engines.autoregressive.schedule.policies import Accounts
@@ -26,6 +26,7 @@ from segue.kernels.attention.paged_step import AttentionBackend
 from segue.kernels.kv.states import StateStore
 from segue.kernels.kv.store import KVStore
 from segue.messages.errors import ConfigError
+from segue.parallel.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,13 @@ class Resources:
     """Decode steps are replayed from captured graphs."""
     entire: bool
     """A prompt goes through the decoder in one step, because its states cannot be continued."""
+    ranks: Ranks
 
     def warm_up(self) -> None:
         """Run small steps once, on a separate store; on a CPU, capture the graphs of decode steps."""
-        hidden = warm_up(self.model, self.config, self.store.backend)
+        hidden = warm_up(self.model, self.config, self.store.backend, ranks=self.ranks)
         if self.dispatcher.advance is not None:
-            self.dispatcher.advance.warm_up(hidden)
+            self.dispatcher.advance.warm_up(hidden, self.ranks)
         if self.recorded and records_while_serving(self.store.backend):
             self.dispatcher.graphs = recorded_lists(self.model, self.store, self.longest, self.config.max_batch)
 
@@ -65,7 +67,9 @@ class Resources:
         return limits.longest(self.config.num_blocks, most, longest_of(prompt.bidirectional))
 
 
-def allocate(model: AutoregressiveModel, config: AutoregressiveConfig, speculation: Speculation | None) -> Resources:
+def allocate(
+    model: AutoregressiveModel, config: AutoregressiveConfig, speculation: Speculation | None, ranks: Ranks = ALONE
+) -> Resources:
     """Allocate. Raises `ConfigError` for a model that cannot be served in flat batches or with this configuration."""
     backend = _backend(model, config, speculation)
     if config.deterministic:
@@ -78,7 +82,7 @@ def allocate(model: AutoregressiveModel, config: AutoregressiveConfig, speculati
     # a captured graph would have to know the state slots that it reads
     recordable = kept is None and not spec.gathered
     recorded = backend is not None and backend.recordable and not config.enforce_eager and recordable
-    store = spec.store(
+    store = KVStore(
         layout,
         num_blocks=config.num_blocks + recorded,  # graphs pad their batches with rows of an unowned block
         block_size=config.block_size,
@@ -100,7 +104,7 @@ def allocate(model: AutoregressiveModel, config: AutoregressiveConfig, speculati
         shares = count > 0
         count += drafting_states(config.max_batch, speculation is not None)
         snapshots = Snapshots(slots.total, count) if count else None
-        states = spec.state_store(kept, slots.total + count, model.device)
+        states = StateStore(kept, slots.total + count, model.device)
     accounts = Accounts() if config.scheduling == "fair" else None
     entire = kept is not None and not kept.continues
     most = model.max_model_len
@@ -117,11 +121,12 @@ def allocate(model: AutoregressiveModel, config: AutoregressiveConfig, speculati
         states=states,
         pool=pool,
         scheduler=Scheduler(pool, limits, accounts, slots, snapshots),
-        dispatcher=Dispatcher(model, store, graphs, share_size, states, advance),
+        dispatcher=Dispatcher(model, store, graphs, share_size, states, advance, ranks),
         longest=longest,
         share_size=share_size,
         recorded=recorded,
         entire=entire,
+        ranks=ranks,
     )
 
 
@@ -137,6 +142,12 @@ def _backend(
         raise ConfigError(
             "layers of this model cross-attend to images, which deterministic does not support: tokens that attend to "
             "the same image are one call",
+            field="deterministic",
+        )
+    if isinstance(model, EmbedsInPlace) and config.deterministic:
+        raise ConfigError(
+            "this model embeds its tokens by their place in a sequence, which deterministic does not support: its "
+            "calls have a fixed number of rows",
             field="deterministic",
         )
     kernel = "torch" if config.deterministic else config.attention

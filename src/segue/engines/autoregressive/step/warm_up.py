@@ -13,13 +13,14 @@ import torch
 
 from segue.engines.autoregressive.cache.memory import stored_as
 from segue.engines.autoregressive.config import AutoregressiveConfig
-from segue.engines.autoregressive.contract import AutoregressiveModel, FlatBatch
+from segue.engines.autoregressive.contract import AutoregressiveModel, FlatBatch, embedded
 from segue.engines.autoregressive.sample.penalties import RowRules
 from segue.engines.autoregressive.sample.sampler import RowSampler, choose
 from segue.kernels.attention.paged_step import AttentionBackend, Part, paged_step
 from segue.kernels.kv.states import StateStore, Stretch, state_step
 from segue.kernels.kv.store import KVStore
 from segue.messages.sampling import SamplingParams
+from segue.parallel.ranks import ALONE, Ranks
 
 SECONDS = 2.0
 """No further shape starts after this time: a large model on a CPU must start too."""
@@ -32,6 +33,7 @@ def warm_up(
     config: AutoregressiveConfig,
     backend: AttentionBackend | None = None,
     clock: Callable[[], float] = time.monotonic,
+    ranks: Ranks = ALONE,
 ) -> torch.Tensor:
     """Run prefill and decode, small batches first, including the sampling of tokens. `clock`: seconds. Returns final
     hidden states of one token [1, hidden]."""
@@ -42,7 +44,7 @@ def warm_up(
     size = config.block_size
     each = -(-(_PROMPT + 1) // size)
     blocks = max(most * each, -(-_LONGEST_PROMPT // size))
-    store = model.kv.store(
+    store = KVStore(
         layout,
         num_blocks=blocks,
         block_size=size,
@@ -52,14 +54,14 @@ def warm_up(
         backend=backend,
     )
     kept = model.kv.states
-    states = None if kept is None else model.kv.state_store(kept, most, model.device)
+    states = None if kept is None else StateStore(kept, most, model.device)
     for count, tokens in _shapes(config, model.max_model_len, most):
         if tokens == 1:
             parts = [Part(range(row * each, (row + 1) * each), _PROMPT, _PROMPT + 1) for row in range(count)]
         else:
             parts = [Part(range(-(-tokens // size)), 0, tokens)]
         hidden = _step(model, store, parts, states)
-        if clock() - began > SECONDS:
+        if ranks.same(lambda: clock() - began > SECONDS, bool):
             break
     return hidden[-1:]
 
@@ -87,7 +89,8 @@ def _step(model: AutoregressiveModel, store: KVStore, parts: list[Part], kept: S
     stretches = [Stretch(row, part.start, part.stop) for row, part in enumerate(parts)]
     states = None if kept is None else state_step(kept, stretches)
     batch = FlatBatch(ids, None, places.expand(model.axes, -1), paged_step(store, parts), list(prompts), states)
-    hidden, _ = model.forward(model.embed(ids, None), batch)
+    batch.places = [part.start for part in parts]
+    hidden, _ = model.forward(embedded(model, batch), batch)
     logits = model.logits(hidden[-len(parts) :])
     rules = RowRules(SamplingParams(), [], model.vocab_size, ())
     for temperature in (0.0, 1.0):

@@ -11,7 +11,7 @@ import torch
 from segue.engines.contract import Payload
 from segue.messages.errors import StageFailed
 from segue.models.images.generic_pipeline.library import PipelineState
-from segue.parallel.orders import dtype_of
+from segue.parallel.wire import dtype_of
 
 _PLAIN = (type(None), bool, int, float, str)
 

@@ -4,7 +4,8 @@ checkpoint's processor and chat template. `stages` documents the payload."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from segue.messages.request import MediaPart, Message, Request, TextPart
 from segue.models.omni.multimodal_lm.loading import media_tokens
 from segue.models.omni.multimodal_lm.positions import Positions
 from segue.models.omni.multimodal_lm.processor import Medium, Processed, Processor
+from segue.models.omni.multimodal_lm.splice import spliced
 from segue.models.omni.multimodal_lm.units import units_of
 from segue.models.shared.checkpoint.pretrained import load_config
 from segue.models.shared.decoder.generation import context_length
 from segue.models.shared.input_stage import InputStage
+from segue.models.shared.placeholders import check_counts, check_no_media
 from segue.models.shared.text.chat_template import read_chat_template
 from segue.models.shared.text.prompt import (
     check_length,
@@ -39,6 +42,15 @@ from segue.models.shared.text.prompt import (
     turn,
     with_calls,
 )
+from segue.models.shared.text.prompt_embeds import (
+    NO_TOKEN,
+    check_idless,
+    check_marked,
+    in_place,
+    read_embeds,
+    read_parts,
+)
+from segue.models.shared.text.tokenizer import marked_tokenizer
 
 _TEXT_STAGE = "llm"
 _REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, KeyError, ZeroDivisionError)
@@ -46,11 +58,12 @@ _REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, KeyError, ZeroDivi
 
 
 class InputProcessor(InputStage):
-    """Accepts messages with media, a bare prompt or token ids.
+    """Accepts messages with media and embeddings, a bare prompt or token ids with media beside them, or embeddings.
 
     Options: `limits`, a dict of `MediaLimits` fields.
     """
 
+    takes_embeds = True
     _least = 2
     """Minimum tokens of a unit."""
 
@@ -64,6 +77,9 @@ class InputProcessor(InputStage):
         template = read_chat_template(ctx.model_dir)
         self._template = self._processor.template if template is None else template.text
         self._positions = Positions(ctx)
+        self._width: int = text.hidden_size
+        self._most_bytes: int = ctx.options.get("max_prompt_embeds_bytes", 0)
+        self._marked = marked_tokenizer(ctx.model_dir) if self._most_bytes and self._template is not None else None
 
     def begin(self, request: StageRequest) -> tuple[None, list[Work]]:
         # one bucket per request: no request waits until the media of another are decoded
@@ -72,26 +88,41 @@ class InputProcessor(InputStage):
     @torch.inference_mode()
     def process(self, request: Request) -> Payload:
         """The payload of one request. Raises `InvalidRequest` with the field, its value and the accepted values."""
-        form = given_as(request)
+        form = given_as(request, media=True, embeds=self.takes_embeds)
+        parts = self._checked(request.messages)
         made: Processed | None = None
-        count: dict[str, int] = {}
+        rows: list[torch.Tensor] = []
         match form:
+            case "prompt_embeds":
+                check_idless(request, _TEXT_STAGE, form)
+                rows = [read_embeds(request.prompt_embeds or b"", self._width, self._longest, self._most_bytes)]
+                ids = [NO_TOKEN] * len(rows[0])
+            case "messages" if embedded := request.embedded():
+                ids, rows = self._embedded(request, embedded, parts)
+                made = self._spliced(ids, parts, form) if parts else None
             case "messages":
-                text, parts = self._templated(request)
+                text = self._templated(request, parts)
                 check_text(text, self._processor.tokenizer, request, self._longest, _TEXT_STAGE, form)
-                count = Counter(part.kind for part in parts)
                 if parts:
-                    made = self._processed(text, parts, request)
-                    ids = made.ids
+                    made = self._processed(text, parts, request, form)
                 else:
                     ids = self._processor.plain(text, add_special_tokens=request.add_special_tokens)
             case "prompt":
-                self._check_text(request.prompt or "", "prompt")
-                ids = tokenized(self._processor.tokenizer, request, self._longest, _TEXT_STAGE)
+                if parts:
+                    made = self._prompted(request, parts)
+                else:
+                    ids = tokenized(self._processor.tokenizer, request, self._longest, _TEXT_STAGE)
             case _:
-                ids = checked_ids(request.prompt_token_ids or [], self._vocab)
+                tokens = frozenset().union(*self._processor.tokens().values())
+                ids = checked_ids(request.prompt_token_ids or [], self._vocab, tokens)
+                if parts:
+                    made = self._spliced(ids, parts, form)
+        if made is not None:
+            ids = made.ids
+        elif form != "messages" and not own_tokens_only(request):
+            check_no_media(ids, self._processor.tokens(), form)
         ids = truncated(ids, request, _TEXT_STAGE, self._longest, media=made is not None)
-        units = [] if made is None else self._units(made, count)
+        units = [] if made is None else self._units(made, Counter(part.kind for part in parts))
         if not own_tokens_only(request):
             check_length(len(ids), self._longest, form, _shares(units))
         for unit in units:
@@ -99,6 +130,7 @@ class InputProcessor(InputStage):
                 raise InvalidRequest(f"the {unit['kind']} is too small or too short for this model", field=form)
         return {
             "token_ids": torch.tensor(ids, dtype=torch.long),
+            **({"embeds": torch.cat(rows)} if rows else {}),
             **({} if made is None else self._extra_entries(made)),
             "media": units,
             **(client_tokens(ids, self._processor.tokenizer) if TOKENS in request.modalities else {}),
@@ -112,10 +144,9 @@ class InputProcessor(InputStage):
         positions = self._positions(made)
         return {} if positions is None else {"positions": positions[0], "position_delta": positions[1]}
 
-    def _templated(self, request: Request) -> tuple[str, list[MediaPart]]:
-        """The conversation with one placeholder per medium, and the media in order."""
-        parts = self._checked(request.messages)
-        text = self._bare(request.messages) if self._template is None else self._chat(request, self._template)
+    def _templated(self, request: Request, parts: list[MediaPart], mark: str = "") -> str:
+        """The conversation with one placeholder per medium. `mark`: stands for a part that is embeddings."""
+        text = self._bare(request.messages) if self._template is None else self._chat(request, self._template, mark)
         for kind, placeholder in self._processor.placeholders.items():
             wanted = sum(part.kind == kind for part in parts)
             if (found := text.count(placeholder)) != wanted:
@@ -123,11 +154,24 @@ class InputProcessor(InputStage):
                     f"the chat template renders {found} placeholders for {kind}; the messages have {wanted}",
                     field="messages",
                 )
-        return text, parts
+        return text
 
-    def _chat(self, request: Request, template: str) -> str:
+    def _embedded(
+        self, request: Request, embedded: list[TextPart], parts: list[MediaPart]
+    ) -> tuple[list[int], list[torch.Tensor]]:
+        """The ids of messages with some parts as embeddings, and their rows; media are still one placeholder each."""
+        field = embedded[0].field
+        check_idless(request, _TEXT_STAGE, field)
+        rows = read_parts(embedded, self._width, self._longest, self._most_bytes)
+        marked = check_marked(self._marked, field)
+        text = self._templated(request, parts, marked.mark)
+        check_text(text, marked.tokenizer, request, self._longest, _TEXT_STAGE, "messages")
+        adds = self._processor.adds(text) if request.add_special_tokens is None else request.add_special_tokens
+        return in_place(marked.tokenizer(text, add_special_tokens=adds)["input_ids"], marked.token, rows), rows
+
+    def _chat(self, request: Request, template: str, mark: str) -> str:
         conversation = [
-            with_calls(turn(message, [_content(part) for part in message.content]), number)
+            with_calls(turn(message, [_content(part, mark) for part in message.content]), number)
             for number, message in enumerate(request.messages)
         ]
         return templated(self._processor.tokenizer, template, conversation, request.chat)
@@ -174,14 +218,34 @@ class InputProcessor(InputStage):
                     field=field,
                 )
 
-    def _processed(self, text: str, parts: list[MediaPart], request: Request) -> Processed:
+    def _prompted(self, request: Request, parts: list[MediaPart]) -> Processed:
+        """A bare prompt with one placeholder for each of the media beside it."""
+        text = request.prompt or ""
+        check_text(text, self._processor.tokenizer, request, self._longest, _TEXT_STAGE, "prompt")
+        found = {kind: text.count(placeholder) for kind, placeholder in self._processor.placeholders.items()}
+        check_counts(found, Counter(part.kind for part in parts), "prompt")
+        return self._processed(text, parts, request, "prompt")
+
+    def _processed(self, text: str, parts: list[MediaPart], request: Request, form: str) -> Processed:
+        media = self._media(parts)
+        with _refusals(form):
+            return self._processor(text, media, add_special_tokens=request.add_special_tokens)
+
+    def _spliced(self, ids: list[int], parts: list[MediaPart], form: str) -> Processed:
+        """The ids of a prompt, with the media beside it in their places."""
+        media = self._media(parts)
+        with _refusals(form):
+            return self._moved(*spliced(self._processor, ids, media, form))
+
+    def _moved(self, made: Processed, origin: list[int]) -> Processed:
+        """`origin`: as `spliced` returns it; for tensors with an entry per token."""
+        return made
+
+    def _media(self, parts: list[MediaPart]) -> dict[str, list[Medium]]:
         media: dict[str, list[Medium]] = {}
         for part in parts:
             media.setdefault(part.kind, []).append(self._decoded(part))
-        try:
-            return self._processor(text, media, add_special_tokens=request.add_special_tokens)
-        except _REFUSALS as error:
-            raise InvalidRequest(f"this model's processor refuses the media: {error}", field="messages") from error
+        return media
 
     def _decoded(self, part: MediaPart) -> Medium:
         if part.kind == "image":
@@ -200,8 +264,21 @@ class InputProcessor(InputStage):
         return samples
 
 
-def _content(part: TextPart | MediaPart) -> dict[str, Any]:
-    return {"type": part.kind} if isinstance(part, MediaPart) else {"type": "text", "text": part.text}
+@contextmanager
+def _refusals(field: str) -> Iterator[None]:
+    """Raise `InvalidRequest` in place of the processor's own exceptions."""
+    try:
+        yield
+    except InvalidRequest:
+        raise
+    except _REFUSALS as error:
+        raise InvalidRequest(f"this model's processor refuses the media: {error}", field=field) from error
+
+
+def _content(part: TextPart | MediaPart, mark: str) -> dict[str, Any]:
+    if isinstance(part, MediaPart):
+        return {"type": part.kind}
+    return {"type": "text", "text": part.text if part.embeds is None else mark}
 
 
 def _shares(units: list[Payload]) -> str:

@@ -29,11 +29,12 @@ from segue.models.omni.multimodal_lm.processor import Processor
 from segue.models.omni.multimodal_lm.token_rows import stand_ins, token_rows
 from segue.models.shared.checkpoint.pretrained import load_config
 from segue.models.shared.decoder.decoder import PagedDecoder
-from segue.models.shared.decoder.deep_features import DEEP, MEDIA, deep_features, deep_rows
+from segue.models.shared.decoder.deep_features import DEEP, MEDIA, deep_features
 from segue.models.shared.decoder.generation import context_length, default_sampling, end_tokens, generation_of
 from segue.models.shared.decoder.interface import decoder_of
 from segue.models.shared.library import PreTrainedModel
 from segue.models.shared.lora import named_adapter, with_adapter
+from segue.models.shared.text.prompt_embeds import NO_TOKEN, identity_of
 from segue.models.shared.text.tokenizer import decode, load_tokenizer, vocabulary_of
 
 
@@ -117,10 +118,6 @@ class LLM:
         """[n] → [n, H]."""
         return self._decoder.embed(token_ids)
 
-    def others(self, batch: FlatBatch) -> dict[str, torch.Tensor]:
-        """The deep features of a batch."""
-        return deep_rows(batch)
-
     @torch.inference_mode()
     def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, None]:
         """[tokens, H] → (final hidden states [tokens, H], nothing captured)."""
@@ -139,16 +136,24 @@ class LLM:
         ids, units = payload["token_ids"].cpu(), payload["media"]
         check_same_media(units, rows)
         counts = {"text": len(ids)}
+        given = payload.get("embeds")
+        if given is not None and self._decoder.reads_ids:
+            raise InvalidRequest(
+                "prompt_embeds are set, but this model's layers also look up the prompt's token ids",
+                field="prompt_embeds",
+            )
         if self._sight.whole and not units:  # the library does not define the mask of such a prompt
             raise InvalidRequest(
                 f"a prompt of this model has media ({', '.join(sorted(self._sight.kinds))}); this one has none",
                 field="messages",
             )
-        if not units:
+        if not units and given is None:
             return Prompt(token_ids=ids.tolist(), modality_tokens=counts)
-        embeds = self._rows(ids.to(self.device), {unit["kind"] for unit in units})
+        embeds = self._rows(ids.clamp(min=0).to(self.device), {unit["kind"] for unit in units})
+        if given is not None:
+            embeds[(ids == NO_TOKEN).to(self.device)] = given.to(device=self.device, dtype=embeds.dtype)
         media = torch.zeros(len(ids), dtype=torch.bool)
-        layers = max(medium["rows"].shape[1] for medium in rows) - 1
+        layers = max((medium["rows"].shape[1] for medium in rows), default=1) - 1
         deep = embeds.new_zeros(len(ids), layers, embeds.shape[1])
         for unit, medium in zip(units, rows, strict=True):
             places = unit["places"].cpu()
@@ -172,7 +177,7 @@ class LLM:
             embeds=embeds.cpu(),  # the engine does not account device memory that a request holds beyond its KV
             positions=None if positions is None else positions.to(self.device),
             position_delta=payload.get("position_delta", 0),
-            identity=_identity(ids, units, positions, bidirectional),
+            identity=_identity(ids, given, units, positions, bidirectional),
             bidirectional=bidirectional,
             modality_tokens=counts,
             extras={MEDIA: media, DEEP: deep[media.to(self.device)].cpu()} if layers else {},
@@ -193,11 +198,16 @@ def _probe(ctx: AutoregressiveContext, model: PreTrainedModel) -> MaskProbe:
 
 
 def _identity(
-    ids: torch.Tensor, units: list[Payload], positions: torch.Tensor | None, bidirectional: list[tuple[int, int]]
+    ids: torch.Tensor,
+    given: torch.Tensor | None,
+    units: list[Payload],
+    positions: torch.Tensor | None,
+    bidirectional: list[tuple[int, int]],
 ) -> list[int | bytes]:
-    """[T] prefix-cache keys: a text token's id; for a media row, the digest of the medium, the row's index and its
-    position; for bidirectional rows, of the whole span."""
-    what: list[int | bytes] = list(ids.tolist())
+    """[T] prefix-cache keys: a text token's id; for a row that the client gave, its digest; for a media row, the digest
+    of the medium, the row's index and its position; for bidirectional rows, of the whole span."""
+    hashes = iter([] if given is None else identity_of(given.cpu()))
+    what: list[int | bytes] = [next(hashes) if token == NO_TOKEN else token for token in ids.tolist()]
     where = [()] * len(ids) if positions is None else positions.T.tolist()
     for unit in units:
         for row, place in enumerate(unit["places"].tolist()):

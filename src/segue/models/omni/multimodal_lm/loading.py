@@ -38,8 +38,8 @@ class PlacesMedia(Protocol):
 
 
 def load_whole(ctx: AutoregressiveContext, config: PreTrainedConfig) -> PreTrainedModel:
-    """Load the whole model. With several ranks: this rank's part, and the whole embedding, since only the leader
-    assembles prompts."""
+    """Load the whole model. With several ranks: this rank's part, and the whole embedding, so that a rank assembles
+    prompts without the others."""
     if ctx.group is not None:
         _check_ranks(ctx)
     return load_model(ctx, config, AutoModelForMultimodalLM, whole_table=True)

@@ -24,7 +24,7 @@ class Positions:
         if self._rope_index is None:
             return None
         assert processed.token_types is not None, "all processors of models with M-RoPE return them"
-        ids = torch.tensor([processed.ids])
+        ids = torch.tensor([processed.ids]).clamp(min=0)  # rows without an id are text
         given = {key: value for tensors in processed.tensors.values() for key, value in tensors.items()}
         given |= {"mm_token_type_ids": torch.tensor([processed.token_types]), "attention_mask": torch.ones_like(ids)}
         try:

@@ -7,7 +7,7 @@ of several (LLaVA-OneVision cuts only a single one into tiles).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -107,6 +107,41 @@ class Processor:
         return tuple(self.placeholders)
 
     @cached_property
+    def placeholder_ids(self) -> dict[str, int]:
+        """By kind, the id of the placeholder in a text."""
+        return {kind: int(self.tokenizer.convert_tokens_to_ids(text)) for kind, text in self.placeholders.items()}
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """By kind, the id whose rows the model replaces."""
+        return {kind: self._token_ids[kind] for kind in self.placeholders}
+
+    def tokens(self) -> dict[str, frozenset[int]]:
+        """By kind, the ids that stand for media."""
+        return {kind: frozenset({own, self.rows[kind]}) for kind, own in self.placeholder_ids.items()}
+
+    def sample(self, kind: str) -> str:
+        """The text for one medium, without other text around it."""
+        return self._samples[kind]
+
+    def around(self, kind: str) -> tuple[int, int] | tuple[None, None]:
+        """The ids of the tokens around the placeholder in `sample`, if there are any."""
+        names = [vars(self._library).get(f"{kind}_{side}_token") for side in ("start", "end")]
+        if self._samples[kind] == self.placeholders[kind]:
+            return None, None
+        before, after = self.tokenizer.convert_tokens_to_ids(names)
+        return before, after
+
+    def border(self, texts: Sequence[str]) -> tuple[str, int]:
+        """A special token that is in none of the texts and stands for no medium: its text and its id."""
+        media = frozenset().union(*self.tokens().values())
+        for token, entry in self.tokenizer.added_tokens_decoder.items():
+            strips = entry.lstrip or entry.rstrip
+            if entry.special and not strips and token not in media and not any(entry.content in text for text in texts):
+                return entry.content, token
+        raise ValueError("the tokenizer has no special token to mark the ids of a prompt")
+
+    @cached_property
     def sampling_rate(self) -> int:
         """Samples per second of its audio inputs."""
         return int(self._library.feature_extractor.sampling_rate)
@@ -157,7 +192,7 @@ class Processor:
             self._library(
                 text=[text],
                 return_tensors="pt",
-                add_special_tokens=self._adds(text) if add_special_tokens is None else add_special_tokens,
+                add_special_tokens=self.adds(text) if add_special_tokens is None else add_special_tokens,
                 **self._arguments(media),
             )
         )
@@ -178,7 +213,7 @@ class Processor:
 
     def plain(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
         """The ids of a chat without media."""
-        adds = self._adds(text) if add_special_tokens is None else add_special_tokens
+        adds = self.adds(text) if add_special_tokens is None else add_special_tokens
         return list(self.tokenizer(text, add_special_tokens=adds)["input_ids"])
 
     def example(self, kind: str, seed: int = 0) -> Medium:
@@ -202,8 +237,9 @@ class Processor:
             return f"a {sample} b", media[:1]
         return text, media
 
-    def _adds(self, text: str) -> bool:
-        """As in the library's `apply_chat_template`: true unless the template has written the first special token."""
+    def adds(self, text: str) -> bool:
+        """Whether to add special tokens to a chat: as in the library's `apply_chat_template`, unless the template has
+        written the first of them."""
         begin = self.tokenizer.bos_token
         return begin is None or not text.startswith(begin)
 

@@ -5,7 +5,8 @@ T prompt tokens, n rows of one unit, L layers that get deep features (mostly 0),
 **input** returns for one request one payload, final::
 
     {
-      "token_ids": LongTensor [T],       # placeholders already repeated once per row
+      "token_ids": LongTensor [T],       # placeholders already repeated once per row; -1: a row of "embeds"
+      ["embeds": Tensor [e, H],]         # the rows that the client gave as embeddings, in order
       ["positions": LongTensor [3, T], "position_delta": int,]     # models with M-RoPE, prompts with media
       "media": [                         # units (`segue.models.omni.multimodal_lm.units`): a medium, or all of its kind
         {"kind": str, "hash": bytes,     # equal hash means equal rows

@@ -6,6 +6,8 @@ from typing import Any
 
 from segue.graph.stage_graph import StageGraph
 
+_TOWERS = ("thinker.visual.", "thinker.audio_tower.", "thinker.model.visual.", "thinker.model.audio_tower.")
+
 
 def graph(config: dict[str, Any]) -> StageGraph:
     """The stages of a checkpoint, from its `config.json`.
@@ -14,12 +16,12 @@ def graph(config: dict[str, Any]) -> StageGraph:
     `enable_audio_output: false` (Thinking, Captioner) contains neither talker nor vocoder.
     """
     g = StageGraph("qwen3_omni")
-    g.stage("encoder", "module", takes={"image", "audio", "video"}, fuse_with="thinker")
-    g.stage("thinker", "autoregressive", takes={"text"}, gives={"text"}, divisible=True)
+    g.stage("encoder", "module", takes={"image", "audio", "video"}, fuse_with="thinker", tensors=_TOWERS)
+    g.stage("thinker", "autoregressive", takes={"text"}, gives={"text"}, divisible=True, tensors={"thinker."})
     g.edge("encoder", "thinker")  # a chunk per image, clip or recording
     if config.get("enable_audio_output", True):
-        g.stage("talker", "autoregressive", divisible=True, without={"lora", "speculation"})
-        g.stage("vocoder", "module", gives={"audio"})
+        g.stage("talker", "autoregressive", divisible=True, without={"lora", "speculation"}, tensors={"talker."})
+        g.stage("vocoder", "module", gives={"audio"}, tensors={"code2wav."})
         g.edge("thinker", "talker")  # a chunk per step of the thinker
         g.edge("talker", "vocoder")  # a chunk per step of the talker
     return g

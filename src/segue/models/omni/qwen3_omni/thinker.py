@@ -22,7 +22,7 @@ from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeConfig
 from segue.models.omni.qwen3_omni.loading import load_config, load_thinker
 from segue.models.omni.qwen3_omni.prompt import ROWS, Arrived, Prompts
 from segue.models.shared.decoder.decoder import PagedDecoder
-from segue.models.shared.decoder.deep_features import deep_features, deep_rows
+from segue.models.shared.decoder.deep_features import deep_features
 from segue.models.shared.decoder.generation import context_length, default_sampling, generation_in
 from segue.models.shared.lora import named_adapter, with_adapter
 from segue.models.shared.omni.say import given_reply
@@ -124,10 +124,6 @@ class Thinker:
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
         """[n] → [n, H]."""
         return self._decoder.embed(token_ids)
-
-    def others(self, batch: FlatBatch) -> dict[str, torch.Tensor]:
-        """The deep features of a batch."""
-        return deep_rows(batch)
 
     @torch.inference_mode()
     def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -56,10 +56,11 @@ class _Index(msgspec.Struct):
 class Checkpoint:
     """The safetensors files of a model directory: one, or shards with an index. Files are opened on first use."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises `ConfigError` with the file that is missing or unreadable."""
+    def __init__(self, directory: Path, single: str = SINGLE) -> None:
+        """`single`: the name of the file if there is only one. Raises `ConfigError` with the file that is missing or
+        unreadable."""
         self.directory = directory
-        self._files = _index(directory)
+        self._files = _index(directory, single)
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -142,10 +143,10 @@ def _shape(view: Any, name: str) -> torch.Tensor:
     return torch.empty(view.get_shape(), dtype=_DTYPES[written], device="meta")
 
 
-def _index(directory: Path) -> dict[str, str]:
+def _index(directory: Path, single: str = SINGLE) -> dict[str, str]:
     """Tensor name → file name."""
     path = directory / INDEX
-    if path.is_file():
+    if single == SINGLE and path.is_file():
         try:
             files = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
         except msgspec.DecodeError as error:
@@ -154,12 +155,13 @@ def _index(directory: Path) -> dict[str, str]:
             if not (directory / name).is_file():
                 raise ConfigError(f"{path} names {name!r}, which is not there")
         return files
-    path = directory / SINGLE
+    path = directory / single
     if not path.is_file():
-        raise ConfigError(f"{directory}: it has neither {INDEX} nor {SINGLE}, so there are no weights to load")
+        missing = f"neither {INDEX} nor {single}" if single == SINGLE else f"no {single}"
+        raise ConfigError(f"{directory}: it has {missing}, so there are no weights to load")
     try:
         with safe_open(path, framework="pt") as file:
-            return dict.fromkeys(file.keys(), SINGLE)
+            return dict.fromkeys(file.keys(), single)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
 

@@ -33,7 +33,7 @@ from segue.models.shared.decoder.interface import cannot_be_served, check_interf
 from segue.models.shared.decoder.layer_inputs import READ_AS, takes_ids_again
 from segue.models.shared.decoder.no_cache import NoCache, counts_by_cache
 from segue.models.shared.decoder.states import attending, divide, find_states, keeps_states
-from segue.models.shared.library import PAGED, Conv1D, ModelOutput, PreTrainedModel
+from segue.models.shared.library import PAGED, Conv1D, ModelOutput, PreTrainedConfig, PreTrainedModel
 from segue.models.shared.lora import LoraAdapters
 from segue.models.shared.tolerance import difference, tolerance
 
@@ -154,6 +154,7 @@ class PagedDecoder:
         encoder_states: torch.Tensor | None = None,
         head: str | None = None,
         of_ids: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None,
+        config: PreTrainedConfig | None = None,
     ) -> None:
         """`fused`: run layers with the same input as one matmul, unless there are LoRA adapters. `read_as`: as in
         `takes_ids_again`. `rows`: embeds ids [n], if the embedding alone does not. `across`: the cross-attention
@@ -161,14 +162,15 @@ class PagedDecoder:
         `encoder_states`: for an encoder-decoder model, [1, n, H] that the load check's short text attends to. `head`:
         the dotted name of the layer that maps final hidden states to logits, if it is a single one: needed if the
         model's own forward of embeddings does more than run decoder and head. `of_ids`: the arguments of its forward
-        for a text of ids [n] in the load check, if they are not the ids alone.
+        for a text of ids [n] in the load check, if they are not the ids alone. `config`: the decoder's, if the model's
+        does not name it.
 
         Raises `ConfigError` with the model and the reason if the model cannot be served.
         """
         self._kind = type(model).__name__
         decoder = decoder_of(model) if decoder is None else decoder
         self._parameters = frozenset(inspect.signature(decoder.forward).parameters)
-        config = model.config.get_text_config(decoder=True)
+        config = model.config.get_text_config(decoder=True) if config is None else config
         stateful = keeps_states(config)
         layers = attending(config) if stateful else frozenset(range(config.num_hidden_layers)) - across
         self._encoder_states, self._of_ids = encoder_states, of_ids

@@ -17,9 +17,8 @@ MEDIA = "media"
 """`Prompt.extras`: [T] bool, true at media rows with features."""
 
 
-def deep_rows(batch: FlatBatch) -> dict[str, torch.Tensor]:
-    """The media rows in a batch: `places` [rows] long, `deep` [rows, L, H]; empty without such rows. See
-    `ReadsOthers`."""
+def deep_features(batch: FlatBatch, embeds: torch.Tensor) -> dict[str, Any]:
+    """Arguments of the decoder for the media rows in a batch (Qwen3-VL's names); empty without such rows."""
     own = [_own_rows(*part) for part in batch.prompts]
     features = [rows for _, rows in own if rows is not None]
     if not features:
@@ -28,17 +27,9 @@ def deep_rows(batch: FlatBatch) -> dict[str, torch.Tensor]:
         torch.zeros(stop - start, dtype=torch.bool) if mask is None else mask
         for (mask, _), (_, start, stop) in zip(own, batch.prompts, strict=True)
     ]
-    return {"places": torch.cat(masks).nonzero()[:, 0], "deep": torch.cat(features)}
-
-
-def deep_features(batch: FlatBatch, embeds: torch.Tensor) -> dict[str, Any]:
-    """Arguments of the decoder for the media rows in a batch (Qwen3-VL's names); empty without such rows."""
-    rows = deep_rows(batch) if batch.others is None else batch.others
-    if not rows:
-        return {}
-    places = torch.zeros(len(embeds), dtype=torch.bool, device=embeds.device)
-    places[rows["places"].to(embeds.device)] = True
-    return {"visual_pos_masks": places[None], "deepstack_visual_embeds": list(rows["deep"].to(embeds.device).unbind(1))}
+    places = torch.cat(masks).to(embeds.device)
+    deep = torch.cat(features).to(embeds.device)
+    return {"visual_pos_masks": places[None], "deepstack_visual_embeds": list(deep.unbind(1))}
 
 
 def _own_rows(prompt: Prompt | None, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:

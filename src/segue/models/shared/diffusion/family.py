@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from segue.graph.stage_graph import INPUT, StageGraph
+from segue.graph.stage_graph import BUILT_IN, INPUT, StageGraph
 from segue.models.family import Family
 from segue.models.shared.diffusion.sizes import Sizes
 
@@ -14,7 +14,7 @@ from segue.models.shared.diffusion.sizes import Sizes
 def denoise(g: StageGraph, gives: str) -> None:
     """Add the last two stages: the denoiser, fed by the input stage (size, steps, guidance) and every stage declared so
     far, and the decoder that outputs to the client."""
-    encoders = [name for name in g.stages if name != INPUT]
+    encoders = [name for name in g.stages if name not in BUILT_IN]
     g.stage("denoiser", "diffusion")
     g.stage("decoder", "module", gives={gives})
     for name in (INPUT, *encoders):

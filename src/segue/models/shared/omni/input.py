@@ -26,6 +26,7 @@ from segue.models.shared.library import ProcessorMixin
 from segue.models.shared.omni.chat import KINDS, Chat, load_chat
 from segue.models.shared.omni.medium import Expanded, MediaReader
 from segue.models.shared.omni.say import SAY, asking, text_to_say
+from segue.models.shared.placeholders import Place, check_no_media, expanded, one_each
 from segue.models.shared.text.prompt import (
     check_length,
     check_text,
@@ -98,14 +99,15 @@ class OmniInput(InputStage):
             reply = self._reply(text, request)
             request = msgspec.structs.replace(request, messages=asking(request.messages, text, self._speaks_as))
         media: list[Expanded] = []
-        form = given_as(request)
+        form = given_as(request, media=True)
         match form:
             case "messages":
                 ids, media = self._templated(request, with_audio=audio)
             case "prompt":
-                ids = self._tokenized(request)
+                ids, media = self._with_media(self._tokenized(request), request, form, with_audio=audio)
             case _:
                 ids = checked_ids(request.prompt_token_ids or [], self._vocab)
+                ids, media = self._with_media(ids, request, form, with_audio=audio)
         ids = truncated(ids, request, _TEXT_STAGE, self._longest, media=bool(media))
         if not own_tokens_only(request):
             self._check_length(ids, media, form)
@@ -128,9 +130,7 @@ class OmniInput(InputStage):
         return list(self._chat.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
     def _tokenized(self, request: Request) -> list[int]:
-        """The ids of a bare prompt: no template, no media."""
-        if self._chat is not None:
-            self._check_text(TextPart(request.prompt or ""), "prompt")
+        """The ids of a bare prompt: no template."""
         return tokenized(self._chat.tokenizer if self._chat is not None else None, request, self._longest, _TEXT_STAGE)
 
     def _templated(self, request: Request, *, with_audio: bool) -> tuple[list[int], list[Expanded]]:
@@ -142,27 +142,39 @@ class OmniInput(InputStage):
         parts = self._checked(request.messages)
         media = self._reader.read(parts, with_audio=with_audio)
         _check_audio(parts, media)
-        waiting = {
-            kind: iter([medium for medium, part in zip(media, parts, strict=True) if part.kind == kind])
-            for kind in KINDS
-        }
-        kinds = {self._chat.placeholder_id(kind): kind for kind in KINDS}
-        ids: list[int] = []
-        order: list[Expanded] = []
         text = self._chat.text(request.messages, request.chat)
         check_text(text, self._chat.tokenizer, request, self._longest, _TEXT_STAGE, "messages")
-        for token in self._chat.ids(text):
-            if (kind := kinds.get(token)) is None:
-                ids.append(token)
-                continue
-            medium = next(waiting[kind], None)
-            if medium is None:
-                raise InvalidRequest(f"the chat template asks for more {kind} parts than there are", field="messages")
-            ids.extend(medium.ids)
-            order.append(medium)
-        if len(order) != len(media):
-            raise InvalidRequest("the chat template has no place for some of the media parts", field="messages")
-        return ids, order
+        ids = self._chat.ids(text)
+        places = one_each(ids, self._placeholders(), Counter(part.kind for part in parts))
+        if places is None:
+            raise InvalidRequest("the chat template has not one place for each of the media parts", field="messages")
+        return _placed(ids, places, parts, media)
+
+    def _with_media(
+        self, ids: list[int], request: Request, form: str, *, with_audio: bool
+    ) -> tuple[list[int], list[Expanded]]:
+        """The same for the ids of a prompt and the media beside it: a medium has one placeholder, or its ids."""
+        if not request.messages:
+            if self._chat is not None and not own_tokens_only(request):
+                check_no_media(ids, {kind: frozenset({token}) for kind, token in self._placeholders().items()}, form)
+            return ids, []
+        if self._chat is None or self._reader is None:
+            field = request.media()[0].field or "messages"
+            raise InvalidRequest(f"{field}: this checkpoint has no tokenizer, so it takes no media", field=field)
+        parts = self._checked(request.messages)
+        media = self._reader.read(parts, with_audio=with_audio)
+        _check_audio(parts, media)
+        expansions = {
+            kind: [medium.ids for medium, part in zip(media, parts, strict=True) if part.kind == kind] for kind in KINDS
+        }
+        places = one_each(ids, self._placeholders(), Counter(part.kind for part in parts))
+        if places is None:
+            places = expanded(ids, self._placeholders(), expansions, form)
+        return _placed(ids, places, parts, media)
+
+    def _placeholders(self) -> dict[str, int]:
+        assert self._chat is not None
+        return {kind: self._chat.placeholder_id(kind) for kind in KINDS}
 
     def _checked(self, messages: list[Message]) -> list[MediaPart]:
         """All media of the messages, in order. Raises for content that must not reach the template."""
@@ -176,6 +188,7 @@ class OmniInput(InputStage):
                 field = f"messages[{number}].content[{index}]"
                 if isinstance(part, MediaPart):
                     if self._chat.processor is None:
+                        field = part.field or field
                         raise InvalidRequest(f"{field}: this checkpoint takes text, no {part.kind}", field=field)
                     media.append(part)
                 else:
@@ -198,6 +211,21 @@ class OmniInput(InputStage):
             taken[medium.entries[0]["kind"]] += len(medium.ids)
         shares = ", ".join(f"{count} of them {kind}" for kind, count in taken.items())
         check_length(len(ids), self._longest, field, f" ({shares})" if shares else "")
+
+
+def _placed(
+    ids: list[int], places: list[Place], parts: list[MediaPart], media: list[Expanded]
+) -> tuple[list[int], list[Expanded]]:
+    """Put the ids of media in their places: the prompt's ids, and the media in its order."""
+    by_kind = {kind: [medium for medium, part in zip(media, parts, strict=True) if part.kind == kind] for kind in KINDS}
+    whole: list[int] = []
+    order: list[Expanded] = []
+    at = 0
+    for place in places:
+        order.append(by_kind[place.kind][place.index])
+        whole += [*ids[at : place.start], *order[-1].ids]
+        at = place.stop
+    return [*whole, *ids[at:]], order
 
 
 def _check_audio(parts: list[MediaPart], media: list[Expanded]) -> None:

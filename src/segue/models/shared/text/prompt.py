@@ -11,7 +11,7 @@ import jinja2
 from segue.engines.contract import Payload
 from segue.graph.parts import TOKENS
 from segue.messages.errors import InvalidRequest, TooLong, shown
-from segue.messages.request import ChatOptions, Message, Request, TextPart
+from segue.messages.request import ChatOptions, MediaPart, Message, Request, TextPart
 
 MOST_CHARACTERS = 1 << 20
 """Maximum characters of a text; more if the context has more than this many `WIDE` tokens."""
@@ -110,11 +110,17 @@ def _call(call: Any, field: str) -> Any:
         raise InvalidRequest(f"{field} has arguments that are not JSON: {error}", field=field) from error
 
 
-def given_as(request: Request, *, embeds: bool = False) -> str:
+def given_as(request: Request, *, embeds: bool = False, media: bool = False) -> str:
     """The form of a request's prompt: `messages`, `prompt`, `prompt_token_ids` or, with `embeds`, `prompt_embeds`.
-    Raises `InvalidRequest` unless it has exactly one."""
+    Raises `InvalidRequest` unless it has exactly one. `media`: a prompt or ids may have media beside them."""
+    beside = (request.prompt is not None or request.prompt_token_ids is not None) and _media_only(request.messages)
+    if beside and not media:
+        field = request.media()[0].field or "messages"
+        raise InvalidRequest(
+            f"{field} is given beside a prompt; this model takes media in messages only, if any", field=field
+        )
     values = {
-        "messages": request.messages or None,
+        "messages": None if beside else request.messages or None,
         "prompt": request.prompt,
         "prompt_token_ids": request.prompt_token_ids,
         "prompt_embeds": request.prompt_embeds,
@@ -129,12 +135,18 @@ def given_as(request: Request, *, embeds: bool = False) -> str:
     return found[0]
 
 
-def checked_ids(ids: list[int], vocab: int) -> list[int]:
-    """`prompt_token_ids`, checked to be ids of this model."""
+def _media_only(messages: list[Message]) -> bool:
+    parts = [part for message in messages for part in message.content]
+    return bool(parts) and all(isinstance(part, MediaPart) for part in parts)
+
+
+def checked_ids(ids: list[int], vocab: int, media: frozenset[int] = frozenset()) -> list[int]:
+    """`prompt_token_ids`, checked to be ids of this model. `media`: ids that stand for media, which may lie outside the
+    vocabulary."""
     if not ids:
         raise InvalidRequest("prompt_token_ids is empty; give at least one id", field="prompt_token_ids")
     for index, token in enumerate(ids):
-        if not 0 <= token < vocab:
+        if not 0 <= token < vocab and token not in media:
             raise InvalidRequest(
                 f"prompt_token_ids[{index}] is {token}; ids of this model are from 0 to {vocab - 1}",
                 field=f"prompt_token_ids[{index}]",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -15,8 +16,12 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from segue.graph.parts import TOKENS
 from segue.media.arrays import EMBEDS, called
 from segue.messages.errors import InvalidRequest, TooLarge
+from segue.messages.request import Request, TextPart
+from segue.messages.sampling import SamplingParams
+from segue.models.shared.text.tokenizer import MarkedTokenizer
 
 NO_TOKEN = -1
 """Stands for a row without a token id: penalties do not apply to it."""
@@ -40,6 +45,48 @@ def read_embeds(data: bytes, width: int, longest: int, most_bytes: int, field: s
         return _checked(tensor, len(data), width, longest)
     except _Wrong as wrong:
         raise InvalidRequest(f"{what} {wrong}", field=field) from wrong
+
+
+def read_parts(parts: Sequence[TextPart], width: int, longest: int, most_bytes: int) -> list[torch.Tensor]:
+    """Read parts of messages that are embeddings, as `read_embeds` does."""
+    return [read_embeds(part.embeds or b"", width, longest, most_bytes, part.field) for part in parts]
+
+
+def in_place(ids: Sequence[int], mark: int, rows: Sequence[torch.Tensor]) -> list[int]:
+    """The ids of messages, with `NO_TOKEN` for each row of a part in the place of its mark. Raises `InvalidRequest`."""
+    if (marks := list(ids).count(mark)) != len(rows):
+        raise InvalidRequest(
+            f"the chat template renders {marks} of {len(rows)} parts of prompt_embeds; it must render each once",
+            field="messages",
+        )
+    waiting = iter(rows)
+    return [one for token in ids for one in ([NO_TOKEN] * len(next(waiting)) if token == mark else [token])]
+
+
+def check_marked(tokenizer: MarkedTokenizer | None, field: str) -> MarkedTokenizer:
+    """The tokenizer that marks the places of parts in `field`. Raises `InvalidRequest` if there is none."""
+    if tokenizer is None:
+        raise InvalidRequest(
+            f"{field} is prompt_embeds; this checkpoint has no chat template, or no tokenizer that marks a place in a "
+            "text: send the whole prompt as prompt_embeds",
+            field=field,
+        )
+    return tokenizer
+
+
+def check_idless(request: Request, stage: str, field: str) -> None:
+    """Raise `InvalidRequest` if a request with embeddings in `field` asks for ids of the whole prompt. `stage`: reads
+    the prompt."""
+    sampling = request.sampling.get(stage, SamplingParams())
+    for name, given in (
+        ("prompt_logprobs", sampling.prompt_logprobs),
+        ("truncate_prompt_tokens", sampling.truncate_prompt_tokens),
+    ):
+        if given is not None:
+            asked = f"sampling.{stage}.{name}"
+            raise InvalidRequest(f"{asked} is {given}, but prompt_embeds have no token ids", field=asked)
+    if TOKENS in request.modalities:
+        raise InvalidRequest("prompt_embeds have no token ids to return", field=field)
 
 
 class _Wrong(Exception):

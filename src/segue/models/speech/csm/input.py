@@ -23,6 +23,7 @@ from segue.messages.errors import ConfigError, InvalidRequest
 from segue.messages.request import MediaPart, Message, Request, TextPart
 from segue.models.shared.decoder.generation import context_length
 from segue.models.shared.input_stage import InputStage
+from segue.models.shared.placeholders import check_counts
 from segue.models.shared.text.prompt import (
     check_length,
     check_text,
@@ -43,7 +44,7 @@ _SPOKEN = ("user", "assistant")
 
 
 class InputProcessor(InputStage):
-    """Accepts messages, a bare prompt (`[0]Hello`) or text ids.
+    """Accepts messages, or a bare prompt (`[0]Hello`) or text ids with a placeholder for each recording beside them.
 
     Options: `limits`, a dict of `MediaLimits` fields.
     """
@@ -76,7 +77,7 @@ class InputProcessor(InputStage):
         `NotFound` for an unknown voice."""
         voice = speaker(request.voice)
         media: list[Payload] = []
-        form = given_as(request)
+        form = given_as(request, media=True)
         match form:
             case "messages":
                 ids, media = self._conversation(request, voice)
@@ -84,8 +85,11 @@ class InputProcessor(InputStage):
                 ids = tokenized(self._tokenizer, request, self._longest, _STAGE)
             case _:
                 ids = checked_ids(request.prompt_token_ids or [], self._vocab)
-        if form != "messages" and self._audio[0] in ids:
-            raise InvalidRequest(f"{form} has a place for a recording; send recordings in messages", field=form)
+        if form != "messages" and not (own_tokens_only(request) and not request.messages):
+            parts = request.media()
+            self._limits.check_items(len(parts), form)
+            check_counts({"audio": ids.count(self._audio[0])}, {"audio": len(parts)}, form)
+            media = [self._recording(part) for part in parts]
         ids = truncated(ids, request, _STAGE, self._longest, media=bool(media))
         if not own_tokens_only(request):
             check_length(len(ids), self._longest, form)

@@ -10,5 +10,5 @@ from segue.graph.stage_graph import StageGraph
 def graph(config: dict[str, Any]) -> StageGraph:
     """The same graph for every checkpoint: one decoder from text to text."""
     g = StageGraph("causal_lm")
-    g.stage("llm", "autoregressive", takes={"text"}, gives={"text"}, divisible=True)
+    g.stage("llm", "autoregressive", takes={"text"}, gives={"text"}, divisible=True, tensors={""})
     return g

@@ -9,7 +9,6 @@ from segue.graph.parts import TOKENS
 from segue.media.arrays import EMBEDS
 from segue.messages.errors import InvalidRequest
 from segue.messages.request import Request, TextPart
-from segue.messages.sampling import SamplingParams
 from segue.models.shared.checkpoint.pretrained import load_config
 from segue.models.shared.decoder.generation import context_length
 from segue.models.shared.input_stage import InputStage
@@ -27,7 +26,7 @@ from segue.models.shared.text.prompt import (
     tokenized,
     truncated,
 )
-from segue.models.shared.text.prompt_embeds import NO_TOKEN, read_embeds
+from segue.models.shared.text.prompt_embeds import check_idless, check_marked, in_place, read_embeds, read_parts
 from segue.models.shared.text.tokenizer import load_tokenizer, marked_tokenizer
 
 _TEXT_STAGE = "llm"
@@ -71,36 +70,17 @@ class InputProcessor(InputStage):
         return {"token_ids": torch.tensor(ids, dtype=torch.long), **seen}
 
     def _embedded(self, request: Request) -> Payload:
-        _check_idless(request, EMBEDS)
+        check_idless(request, _TEXT_STAGE, EMBEDS)
         embeds = read_embeds(request.prompt_embeds or b"", self._width, self._longest, self._most_bytes)
         return {"embeds": embeds}
 
     def _embedded_parts(self, request: Request, parts: list[TextPart]) -> Payload:
         """Messages with some parts as embeddings: each part has one mark in the text, which its rows replace."""
-        _check_idless(request, parts[0].field)
-        rows = [
-            read_embeds(part.embeds or b"", self._width, self._longest, self._most_bytes, part.field) for part in parts
-        ]
-        if self._marked is None:
-            raise InvalidRequest(
-                f"{parts[0].field} is prompt_embeds; this checkpoint has no chat template, or no tokenizer that marks "
-                "a place in a text: send the whole prompt as prompt_embeds",
-                field=parts[0].field,
-            )
-        ids: list[int] = []
-        waiting = iter(rows)
-        marks = 0
-        for token in self._templated(request, self._marked.tokenizer, self._marked.mark):
-            if token != self._marked.token:
-                ids.append(token)
-                continue
-            marks += 1
-            ids += [NO_TOKEN] * len(next(waiting, ()))
-        if marks != len(parts):
-            raise InvalidRequest(
-                f"the chat template renders {marks} of {len(parts)} parts of prompt_embeds; it must render each once",
-                field="messages",
-            )
+        field = parts[0].field
+        check_idless(request, _TEXT_STAGE, field)
+        rows = read_parts(parts, self._width, self._longest, self._most_bytes)
+        marked = check_marked(self._marked, field)
+        ids = in_place(self._templated(request, marked.tokenizer, marked.mark), marked.token, rows)
         check_length(len(ids), self._longest, "messages")
         return {"token_ids": torch.tensor(ids, dtype=torch.long), "embeds": torch.cat(rows)}
 
@@ -123,17 +103,3 @@ class InputProcessor(InputStage):
         if not ids:
             raise InvalidRequest("the chat template renders these messages as empty text", field="messages")
         return ids
-
-
-def _check_idless(request: Request, field: str) -> None:
-    """Raise `InvalidRequest` if a request with embeddings in `field` asks for ids of the whole prompt."""
-    sampling = request.sampling.get(_TEXT_STAGE, SamplingParams())
-    for name, given in (
-        ("prompt_logprobs", sampling.prompt_logprobs),
-        ("truncate_prompt_tokens", sampling.truncate_prompt_tokens),
-    ):
-        if given is not None:
-            asked = f"sampling.{_TEXT_STAGE}.{name}"
-            raise InvalidRequest(f"{asked} is {given}, but prompt_embeds have no token ids", field=asked)
-    if TOKENS in request.modalities:
-        raise InvalidRequest("prompt_embeds have no token ids to return", field=field)

@@ -10,5 +10,5 @@ from segue.graph.stage_graph import StageGraph
 def graph(config: dict[str, Any]) -> StageGraph:
     """The same graph for every checkpoint: a text becomes a number per class."""
     g = StageGraph("text_classification")
-    g.stage("classifier", "module", takes={"text"}, gives={"classes"})
+    g.stage("classifier", "module", takes={"text"}, gives={"classes"}, tensors={""})
     return g

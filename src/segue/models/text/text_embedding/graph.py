@@ -10,5 +10,5 @@ from segue.graph.stage_graph import StageGraph
 def graph(config: dict[str, Any]) -> StageGraph:
     """The same graph for every checkpoint: a text becomes one vector."""
     g = StageGraph("text_embedding")
-    g.stage("embedder", "module", takes={"text"}, gives={"embedding"})
+    g.stage("embedder", "module", takes={"text"}, gives={"embedding"}, tensors={""})
     return g

@@ -19,8 +19,7 @@ from segue.orchestrator.service import ModelCard
 from segue.server.generation.parameters import parse_body
 from segue.server.http.body import decode_json
 from segue.server.http.errors import error_body
-from segue.server.openai.audio.speech import PCM_RATE
-from segue.server.openai.audio.speech_request import SpeechOptions, SpeechRequest, speech_options
+from segue.server.openai.audio.speech_request import PCM_RATE, SpeechOptions, SpeechRequest, speech_options
 from segue.server.settings import ServerSettings
 
 FROM_CLIENT = ("session.config", "input.text", "input.done", "session.close")

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from segue.media.sources import read_source
-from segue.media.speed import FASTEST, SLOWEST
 from segue.messages.errors import InvalidRequest, nearest, shown, wrong
+from segue.messages.formats import FASTEST, SLOWEST, Format
 from segue.messages.limits import check_carried
 from segue.messages.request import MediaPart, Message, Part, Request, TextPart
 from segue.messages.sampling import SamplingParams
@@ -27,6 +27,10 @@ MOST_CHARACTERS = 4096
 """Of `input`; OpenAI's limit."""
 FORMATS = ("mp3", "opus", "aac", "flac", "wav", "pcm")
 """Values of `response_format`, the default first."""
+_OWN = {"pcm": "pcm16"}
+"""OpenAI's name of a format → its name in `AUDIO_FORMATS`, if they differ."""
+PCM_RATE = 24000
+"""Samples per second of OpenAI's `pcm`, which has no header to state another."""
 STREAMS = ("audio", "sse")
 """Values of `stream_format`, the default first."""
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {"stream": (False, True)}
@@ -86,14 +90,16 @@ class SpeechRequest:
     request: Request
     response_format: str
     stream_format: str
-    speed: float
 
-    def of_text(self, text: str) -> Request:
-        """The same request with another text."""
+    def of_text(self, text: str, part: int = 0) -> Request:
+        """The same request with another text. `part`: number of texts before it in the same file."""
         [message] = self.request.messages
         parts = [*message.content[:-1], TextPart(text)]
         return msgspec.structs.replace(
-            self.request, request_id=new_id("speech"), messages=[msgspec.structs.replace(message, content=parts)]
+            self.request,
+            request_id=new_id("speech"),
+            messages=[msgspec.structs.replace(message, content=parts)],
+            formats={"audio": msgspec.structs.replace(self.request.formats["audio"], part=part)},
         )
 
 
@@ -136,6 +142,7 @@ def _asked(
         request_id=new_id("speech"),
         messages=[Message("user", parts)],
         modalities=["audio"],
+        formats={"audio": Format(name=_OWN.get(form, form), rate=PCM_RATE if form == "pcm" else None, speed=speed)},
         voice=voice,
         sampling=_sampling(body.sampling, card, says),
         seed=body.seed,
@@ -143,7 +150,7 @@ def _asked(
         adapter=body.model if body.model in card.adapters else None,
         **turn_fields(body.priority, body.user, body.deadline, time.time(), card),
     )
-    return SpeechRequest(request, form, stream, speed)
+    return SpeechRequest(request, form, stream)
 
 
 def _cannot_say(model: str, card: ModelCard) -> Unsupported:

@@ -261,7 +261,7 @@ class SpeechSession:
         request = text.config.request(unit.sentence, text.begun)
         try:
             deltas = said(request, self._service, self._metrics)
-            async with aclosing(encoded(text.config.asked, deltas)) as pieces:
+            async with aclosing(encoded(deltas)) as pieces:
                 async for piece, _ in pieces:
                     size += len(piece)
                     if not text.config.stream_audio:

@@ -11,10 +11,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from segue.media.encode import encode_audio, encode_png
-from segue.messages.deltas import AudioDelta, Delta, Finished, ImageDelta, ModelDelta, TextDelta, TokenLogprobs
+from segue.media.encode import encode_png
+from segue.messages.deltas import Delta, EncodedDelta, Finished, ImageDelta, ModelDelta, TextDelta, TokenLogprobs
 from segue.models.shared.dialects.pieces import CallArguments, CallBegun, Piece, Said, Thought
 from segue.server.generation.usage import metrics_object
 from segue.server.openai.chat.request import ChatRequest, logprobs_object
@@ -105,8 +103,6 @@ def call_id(chat: ChatRequest) -> str:
 
 _NOTHING_OF_MESSAGE = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
 """Keys that OpenAI's and vLLM's messages always have; null if unused."""
-_SILENCE_RATE = 24_000
-"""Sample rate of audio without samples, so that the client still gets a file."""
 
 
 def image_object(delta: ImageDelta) -> dict[str, Any]:
@@ -151,8 +147,9 @@ class WholeChoice:
         """If requested; equal in all choices."""
         self.prompt_token_ids: list[int] = []
         self._token_ids: list[int] = []
-        self._samples: list[bytes] = []
-        self._rate = _SILENCE_RATE
+        self._audio: list[bytes] = []
+        """The pieces of the audio file."""
+        self._rate: float | None = None
         self._images: list[ImageDelta] = []
         self._texts: dict[str, str] = {}
         """What the client requested by the name of a model of a graph of models."""
@@ -165,9 +162,9 @@ class WholeChoice:
             self._logprobs += delta.logprobs
             self.prompt_logprobs += delta.prompt_logprobs
             self.prompt_token_ids += delta.prompt_token_ids
-        elif isinstance(delta, AudioDelta):
-            self._samples.append(delta.samples)
-            self._rate = delta.sample_rate
+        elif isinstance(delta, EncodedDelta):
+            self._audio.append(delta.data)
+            self._rate = delta.facts["sample_rate"]
         elif isinstance(delta, ImageDelta):
             if delta.partial is None:
                 self._images.append(delta)
@@ -198,11 +195,9 @@ class WholeChoice:
         if chat.wants_text:
             message |= fields
         if chat.wants_audio:
-            samples = np.frombuffer(b"".join(self._samples), dtype="<f4")
-            data = encode_audio(samples, self._rate, chat.audio_format)
             message["audio"] = {
                 "id": audio_id(),
-                "data": base64.b64encode(data).decode(),
+                "data": base64.b64encode(b"".join(self._audio)).decode(),
                 "expires_at": expiry(),
                 "transcript": text,
                 "format": chat.audio_format,

@@ -13,12 +13,13 @@ from typing import Annotated, Any
 import msgspec
 
 from segue.media.encode import check_audio_format
-from segue.media.parts import messages_from, messages_schema
+from segue.media.parts import messages_from, messages_schema, parts_beside
 from segue.messages.deltas import TokenLogprobs, TopToken
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, diffusion_from
 from segue.messages.errors import InvalidRequest, NotFound, SegueError, nearest, shown, wrong
+from segue.messages.formats import Format
 from segue.messages.limits import check_lists
-from segue.messages.request import MediaPart, Message, Request
+from segue.messages.request import BESIDE, MediaPart, Message, Request
 from segue.models.shared.dialects.dialect import Dialect
 from segue.orchestrator.service import ModelCard
 from segue.server.generation.parameters import (
@@ -88,6 +89,10 @@ Messages = Annotated[Any, msgspec.Meta(extra_json_schema=messages_schema())]
 """Raw message objects; `messages_from` checks them."""
 
 
+Beside = dict[str, str | list[str]] | None
+"""Media of a prompt: kind → a URL, or a list of URLs."""
+
+
 class AudioOptions(msgspec.Struct):
     """Voice and format of the audio."""
 
@@ -100,7 +105,9 @@ class ChatBody(CommonBody, kw_only=True):
 
     messages: Messages = None
     prompt_token_ids: list[int] | None = None
-    """Token ids instead of messages, for checkpoints without a tokenizer."""
+    """Token ids instead of messages."""
+    multi_modal_data: Beside = None
+    """Media for the placeholders of `prompt_token_ids`."""
     modalities: list[str] | None = None
     audio: AudioOptions | None = None
     max_completion_tokens: int | None = None
@@ -230,6 +237,8 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
             prompt_token_ids=body.prompt_token_ids,
             add_special_tokens=body.add_special_tokens,
             modalities=modalities,
+            # whole, the file can state its length
+            formats={"audio": Format(name=audio_format, whole=not body.stream)} if "audio" in modalities else {},
             voice=voice,
             sampling=sampling,
             diffusion=diffusion,
@@ -246,7 +255,7 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
         audio_format=audio_format,
         dialect=dialect,
         tools=tools,
-        in_thought=begins_in_thought(messages, options, dialect),
+        in_thought=body.prompt_token_ids is None and begins_in_thought(messages, options, dialect),
         include_reasoning=body.include_reasoning is not False,
     )
 
@@ -312,7 +321,8 @@ def _max_tokens(body: ChatBody) -> int | None:
 
 def _modalities(wanted: list[str] | None, card: ModelCard) -> list[str]:
     if wanted is None:
-        wanted = ["text"] if "text" in card.gives else sorted(card.gives)
+        others = card.gives - {"video"} or card.gives
+        wanted = ["text"] if "text" in card.gives else sorted(others)
     texts = {name for name in card.own_outputs if name.endswith(".text")}
     for index, name in enumerate(wanted):
         if name not in card.gives and name not in texts:
@@ -347,7 +357,11 @@ def _messages(body: ChatBody, card: ModelCard, settings: ServerSettings) -> list
         if body.messages is not None:
             raise InvalidRequest("messages and prompt_token_ids are given; give one", field="prompt_token_ids")
         checked_token_ids(body.prompt_token_ids, "prompt_token_ids")
-        return []
+        return media_beside(body.multi_modal_data, card, settings)
+    if body.multi_modal_data:
+        raise InvalidRequest(
+            f"{BESIDE} is given without prompt_token_ids; in messages, media are parts of the content", field=BESIDE
+        )
     if body.messages is None:
         raise InvalidRequest("messages is missing", field="messages")
     return checked_messages(body.messages, card, settings)
@@ -360,11 +374,19 @@ def checked_messages(messages: Any, card: ModelCard, settings: ServerSettings) -
     return checked
 
 
+def media_beside(data: Beside, card: ModelCard, settings: ServerSettings) -> list[Message]:
+    """The media of a prompt as a message, if there are any. Blocking (media). Raises `InvalidRequest`."""
+    parts = parts_beside(data, settings.media) if data else []
+    messages = [Message("user", [*parts])] if parts else []
+    _check_kinds(messages, card)
+    return messages
+
+
 def _check_kinds(messages: list[Message], card: ModelCard) -> None:
     for message in messages:
         for part in message.content:
             if isinstance(part, MediaPart) and part.kind not in card.takes:
                 takes = ", ".join(sorted(card.takes))
                 raise InvalidRequest(
-                    f"{part.field} is of kind {part.kind}; this model takes: {takes}", field=part.field
+                    f"{part.field} is of kind {shown(part.kind)}; this model takes: {takes}", field=part.field
                 )

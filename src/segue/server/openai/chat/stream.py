@@ -8,8 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from segue.media.encode import AudioEncoder, audio_encoder
-from segue.messages.deltas import AudioDelta, ChoiceEnded, Delta, Finished, ImageDelta, ModelDelta, TextDelta
+from segue.messages.deltas import ChoiceEnded, Delta, EncodedDelta, Finished, ImageDelta, ModelDelta, TextDelta
 from segue.models.shared.dialects.pieces import Piece, Said
 from segue.server.generation.generations import early_end
 from segue.server.generation.usage import RunningUsage, usage_object
@@ -23,8 +22,7 @@ class _StreamedChoice:
     def __init__(self, index: int, chat: ChatRequest) -> None:
         self.index = index
         self._chat = chat
-        self._encoder: AudioEncoder | None = None
-        self._rate = 0
+        self._audible = False
         self._audio_id = audio_id()
         self._begun = False
         self._ended = False
@@ -51,9 +49,10 @@ class _StreamedChoice:
                 new = new or [self._entry(self._text(""))]
                 new[0] |= of_tokens
             entries += new
-        elif isinstance(delta, AudioDelta):
-            if data := await self._encode(delta):
-                entries.append(self._entry({"audio": self._audio(data)}))
+        elif isinstance(delta, EncodedDelta):
+            self._audible = True
+            if delta.data:
+                entries.append(self._entry({"audio": self._audio(delta)}))
         elif isinstance(delta, ImageDelta):
             if delta.partial is None:
                 entries.append(self._entry({"images": [await asyncio.to_thread(image_object, delta)]}))
@@ -63,9 +62,7 @@ class _StreamedChoice:
         elif isinstance(delta, Finished):
             self._ended = True
             entries += self._read(self._reader.finish())
-            if self._encoder is not None:
-                if data := await asyncio.to_thread(self._encoder.finish):
-                    entries.append(self._entry({"audio": self._audio(data)}))
+            if self._audible:
                 entries.append(self._entry({"audio": {"id": self._audio_id, "expires_at": expiry()}}))
             end = {**ending(delta, self._chat), "finish_reason": self._reader.finish_reason(delta)}
             entries.append({**self._entry({}), **end})
@@ -100,19 +97,12 @@ class _StreamedChoice:
             delta["audio"] = {"id": self._audio_id, "transcript": text}
         return delta
 
-    async def _encode(self, delta: AudioDelta) -> bytes:
-        if self._encoder is None:
-            self._encoder = audio_encoder(self._chat.audio_format, delta.sample_rate)
-            self._rate = delta.sample_rate
-        # a codec takes milliseconds: other clients' events go out meanwhile
-        return await asyncio.to_thread(self._encoder.feed, delta.array)
-
-    def _audio(self, data: bytes) -> dict[str, Any]:
+    def _audio(self, delta: EncodedDelta) -> dict[str, Any]:
         return {
             "id": self._audio_id,
-            "data": base64.b64encode(data).decode(),
+            "data": base64.b64encode(delta.data).decode(),
             "format": self._chat.audio_format,
-            "sample_rate": self._rate,
+            "sample_rate": delta.facts["sample_rate"],
         }
 
     def _entry(self, delta: dict[str, Any]) -> dict[str, Any]:

@@ -70,6 +70,9 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] | None = None
     user: str | None = None
     """The tenant, for fair scheduling."""
+    prompt_cache_key: str | None = None
+    session_id: str | None = None
+    """Either names the session, for routing."""
     # additional (and vLLM's)
     seed: int | None = None
     stop: str | list[str] | None = None

@@ -5,12 +5,9 @@ from __future__ import annotations
 from segue.engines.autoregressive.cache.memory import blocks_for, drafting_states, prefix_states, state_bytes, stored_as
 from segue.engines.autoregressive.contract import AutoregressiveModel
 from segue.engines.autoregressive.step.invariant import whole_kv
-from segue.graph.kinds.autoregressive import AutoregressivePlan
+from segue.graph.kinds.autoregressive import AUTOREGRESSIVE, AutoregressivePlan
 from segue.messages.errors import ConfigError
 from segue.worker.kinds.autoregressive.drafters import LoadedDrafter
-
-CACHE_SHARE = 0.8
-"""Share for caches of the memory that the weights leave; the rest is for activations."""
 
 
 def states_to_keep(plan: AutoregressivePlan, model: AutoregressiveModel, drafter: LoadedDrafter | None) -> int:
@@ -58,4 +55,4 @@ def kv_blocks(
 def _cache_bytes(plan: AutoregressivePlan, model: AutoregressiveModel, drafter: LoadedDrafter | None) -> int:
     """Return the stage's memory that its weights leave for caches; 0 or negative if they take all of it."""
     weights = model.weight_bytes + (drafter.weight_bytes if drafter is not None else 0)
-    return int((plan.memory_bytes - weights) * CACHE_SHARE)
+    return int((plan.memory_bytes - weights) * AUTOREGRESSIVE.cache_share)

@@ -110,7 +110,7 @@ def _draft_model(
     name = next((name for name in graph.topological() if graph.stages[name].engine == own_kind), None)
     if name is None:
         raise ConfigError(f"{directory}: {graph.name!r} has no language model to draft with", field="speculation.model")
-    # without the stage's own options, which belong to the target's family; undivided, on the leader of a divided target
+    # without the stage's own options, which belong to the target's family; undivided, on rank 0 of a divided target
     own = replace(context, model_dir=directory, stage=name, options={}, group=None, lora=None, quantization="none")
     draft = family.load_stages().STAGE_MODELS[name](own)
     if draft.kv.states is not None:

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveContext, AutoregressiveModel
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.grammar.grammar import Grammars
-from segue.engines.autoregressive.parallel.follower import follow
-from segue.engines.autoregressive.parallel.ranks import Leader
 from segue.engines.autoregressive.speculation.contract import OpenTarget
+from segue.engines.autoregressive.speculation.speculation import Speculation
 from segue.engines.contract import Engine, LoadContext, StageModel
 from segue.graph.kinds.autoregressive import AutoregressivePlan
 from segue.graph.kinds.kind import extended
-from segue.kernels.attention.backends import attention_backend
 from segue.kernels.graphs.compiled import compile_layers
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
 from segue.messages.wire import StageFacts
 from segue.parallel.group import Group
-from segue.parallel.orders import Crew
 from segue.worker.kinds.autoregressive.cache_size import kv_blocks, states_to_keep
-from segue.worker.kinds.autoregressive.drafters import load_drafter
-from segue.worker.kinds.kind import Host, RankRoles, WorkerKind
+from segue.worker.kinds.autoregressive.drafters import LoadedDrafter, load_drafter
+from segue.worker.kinds.kind import Host, WorkerKind
 
 
 def _context(base: LoadContext, plan: AutoregressivePlan) -> AutoregressiveContext:
@@ -46,38 +42,46 @@ def _sampling(model: AutoregressiveModel) -> SamplingParams:
 
 
 def _build(plan: AutoregressivePlan, model: StageModel, context: AutoregressiveContext, host: Host) -> Engine:
+    """Each rank runs this; the caches are as large as rank 0's, which also has the drafter."""
     if plan.compile:
         _compile(plan, model, context)
-    drafter = load_drafter(plan, model, context)
-    states = states_to_keep(plan, model, drafter)
-    num_blocks = kv_blocks(plan, model, drafter, states)
+    drafter = load_drafter(plan, model, context) if host.ranks.first else None
+    config = host.ranks.same(lambda: _config(plan, model, context, drafter), AutoregressiveConfig)
     speculation = None
-    if drafter is not None and plan.speculation is not None:
+    if host.ranks.same(lambda: drafter is not None, bool) and plan.speculation is not None:
         groups = model.kv.layout(model.max_model_len).groups
-        speculation = drafter.speculation(plan.speculation, -(-num_blocks // groups))
-    return AutoregressiveEngine(
-        model,
-        AutoregressiveConfig(
-            num_blocks=num_blocks,
-            block_size=plan.block_size,
-            max_batch=plan.max_batch,
-            max_tokens_per_step=plan.max_tokens_per_step,
-            prefill_chunk=plan.prefill_chunk,
-            prefix_caching=plan.prefix_caching,
-            prefix_states=states,
-            deterministic=plan.deterministic,
-            max_logprobs=plan.max_logprobs,
-            scheduling=plan.scheduling,
-            attention=plan.attention,
-            kv_dtype=plan.kv_dtype,
-            hold_seconds=plan.hold_seconds,
-            enforce_eager=plan.enforce_eager
-            or plan.tensor_parallel > 1
-            or (plan.compile and context.device.type == "cpu")  # compiled code already runs as one piece
-            or (drafter is not None and drafter.eager),
-        ),
-        Grammars.of(model, host.wake, host.home),
-        speculation,
+        num_blocks = -(-config.num_blocks // groups)
+        speculation = (
+            Speculation(None, plan.speculation.tokens)
+            if drafter is None
+            else drafter.speculation(plan.speculation, num_blocks)
+        )
+    grammars = Grammars.of(model, host.wake, host.home)
+    return AutoregressiveEngine(model, config, grammars, speculation, ranks=host.ranks)
+
+
+def _config(
+    plan: AutoregressivePlan, model: AutoregressiveModel, context: AutoregressiveContext, drafter: LoadedDrafter | None
+) -> AutoregressiveConfig:
+    states = states_to_keep(plan, model, drafter)
+    return AutoregressiveConfig(
+        num_blocks=kv_blocks(plan, model, drafter, states),
+        block_size=plan.block_size,
+        max_batch=plan.max_batch,
+        max_tokens_per_step=plan.max_tokens_per_step,
+        prefill_chunk=plan.prefill_chunk,
+        prefix_caching=plan.prefix_caching,
+        prefix_states=states,
+        deterministic=plan.deterministic,
+        max_logprobs=plan.max_logprobs,
+        scheduling=plan.scheduling,
+        attention=plan.attention,
+        kv_dtype=plan.kv_dtype,
+        hold_seconds=plan.hold_seconds,
+        enforce_eager=plan.enforce_eager
+        or plan.tensor_parallel > 1
+        or (plan.compile and context.device.type == "cpu")  # compiled code already runs as one piece
+        or (drafter is not None and drafter.eager),
     )
 
 
@@ -99,19 +103,9 @@ def _compile(plan: AutoregressivePlan, model: StageModel, context: Autoregressiv
     compile_layers(model.library_decoder, context.device.type)
 
 
-def _meet(context: AutoregressiveContext, plan: AutoregressivePlan, rank: int, meeting: Path) -> None:
+def _meet(context: AutoregressiveContext, plan: AutoregressivePlan, rank: int, meeting: Path) -> Group:
     context.group = Group(rank, plan.ranks, meeting, context.device)
-
-
-def _lead(model: StageModel, context: AutoregressiveContext, crew: Crew) -> Leader:
-    assert context.group is not None, "ranks have met"
-    return Leader(model, context.group, crew)
-
-
-def _follow(model: StageModel, context: AutoregressiveContext, plan: AutoregressivePlan, orders: socket.socket) -> None:
-    assert context.group is not None, "ranks have met"
-    kernel = "torch" if plan.deterministic else plan.attention
-    follow(model, context.group, orders, attention_backend(kernel, context.device, plan.block_size))
+    return context.group
 
 
 KIND = WorkerKind(
@@ -120,5 +114,5 @@ KIND = WorkerKind(
     build=_build,
     facts=_facts,
     sampling=_sampling,
-    ranks=RankRoles(_meet, _lead, _follow),
+    meet=_meet,
 )

@@ -10,6 +10,7 @@ T prompt tokens, m images, n rows of one image, H hidden size of the language mo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from segue.engines.contract import Payload
 from segue.kernels.attention.paged_attention import library_attention
 from segue.messages.errors import ConfigError
 from segue.models.omni.multimodal_lm.bidirectional import FAILURES, moved
-from segue.models.omni.multimodal_lm.cross.shown import KIND, identity_of, seen_tiles, shown_by, units_by_image
+from segue.models.omni.multimodal_lm.cross.shown import KIND, MASK, identity_of, seen_tiles, shown_by, units_by_image
 from segue.models.omni.multimodal_lm.cross.step_images import HeldLayer, step_images
 from segue.models.omni.multimodal_lm.encoder import Encoder
 from segue.models.omni.multimodal_lm.input import InputProcessor
@@ -45,6 +46,7 @@ _NEVER = -1e30
 class CrossInput(InputProcessor):
     """The generic input stage, except that an image is one token, and each token has its visible part of each image."""
 
+    takes_embeds = False
     _least = 1
 
     def _units(self, made: Processed, count: Mapping[str, int]) -> list[Payload]:
@@ -52,6 +54,10 @@ class CrossInput(InputProcessor):
 
     def _extra_entries(self, made: Processed) -> Payload:
         return seen_tiles(made)
+
+    def _moved(self, made: Processed, origin: list[int]) -> Processed:
+        tensors = made.tensors[KIND]
+        return replace(made, tensors={KIND: {**tensors, MASK: tensors[MASK][:, origin]}})
 
 
 class CrossEncoder(Encoder):

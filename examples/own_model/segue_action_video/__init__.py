@@ -1,0 +1,1 @@
+"""Serves the author's model in `action_video` with Segue."""

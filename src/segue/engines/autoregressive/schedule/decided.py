@@ -1,0 +1,49 @@
+"""A `Decision` as a value that other ranks can apply: sequences are named by their keys instead of being held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from segue.engines.autoregressive.schedule.jobs import Decision, Job, Run
+
+
+class DecidedRun(msgspec.Struct, array_like=True):
+    """A `Run`; the fields have the same names."""
+
+    key: str
+    start: int
+    tokens: int
+    allocate: int
+    hit: tuple[tuple[int, ...], ...]
+    copy: bool
+    drafts: int
+    wanted: int
+    keep: tuple[int, ...]
+
+
+class Decided(msgspec.Struct, array_like=True):
+    """A `Decision`."""
+
+    preempt: list[str]
+    runs: list[DecidedRun]
+
+    @classmethod
+    def of(cls, decision: Decision) -> Decided:
+        """Name the sequences of a decision."""
+        runs = [
+            DecidedRun(
+                run.job.key, run.start, run.tokens, run.allocate, run.hit, run.copy, run.drafts, run.wanted, run.keep
+            )
+            for run in decision.runs
+        ]
+        return cls([job.key for job in decision.preempt], runs)
+
+    def decision(self, job: Callable[[str], Job]) -> Decision:
+        """The decision over this rank's sequences. `job`: finds one by its key."""
+        runs = tuple(
+            Run(job(run.key), run.start, run.tokens, run.allocate, run.hit, run.copy, run.drafts, run.wanted, run.keep)
+            for run in self.runs
+        )
+        return Decision(tuple(map(job, self.preempt)), runs)

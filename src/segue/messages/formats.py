@@ -1,0 +1,63 @@
+"""The file formats that a client may ask for instead of raw samples, pixels and frames."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from segue.messages.errors import InvalidRequest, nearest, wrong
+
+AUDIO_FORMATS: dict[str, str] = {
+    "wav": "audio/wav",
+    "mp3": "audio/mpeg",
+    "flac": "audio/flac",
+    "opus": "audio/ogg",
+    "aac": "audio/aac",
+    "pcm16": "audio/pcm",
+}
+"""Format name (OpenAI's) → media type. `pcm16`: little-endian 16-bit mono without a header."""
+
+FORMATS: Mapping[str, Mapping[str, str]] = {"audio": AUDIO_FORMATS}
+"""Modality → the names of its formats → media type."""
+
+SLOWEST, FASTEST = 0.25, 4.0
+"""OpenAI's bounds of `speed`."""
+_RATES = 8000, 48_000
+
+
+class Format(msgspec.Struct, frozen=True, kw_only=True):
+    """The format of a modality's files."""
+
+    name: str
+    """A key of its modality in `FORMATS`."""
+    rate: int | None = None
+    """Audio: samples per second; None: those of the model, or the codec's next higher rate."""
+    speed: float = 1.0
+    """Audio: 2 is twice as fast, with the same pitch."""
+    whole: bool = False
+    """Audio: the file is made at the end of the request, so that its header states its length."""
+    part: int = 0
+    """Audio: number of preceding files that the client joins with this one. Later ones have no header that could be
+    there only once."""
+
+
+def check_formats(formats: Mapping[str, Format], modalities: Collection[str]) -> None:
+    """Raise `InvalidRequest`, naming the field, for a format that cannot be made."""
+    for modality, form in formats.items():
+        field = f"formats.{modality}"
+        known = FORMATS.get(modality)
+        if known is None:
+            raise InvalidRequest(
+                f"{field} is given, but there are no files of {modality!r}{nearest(modality, FORMATS)}", field=field
+            )
+        if modality not in modalities:
+            raise InvalidRequest(f"{field} is given, but modalities has no {modality!r}", field=field)
+        if form.name not in known:
+            raise wrong(f"{field}.name", form.name, f"one of {', '.join(known)}{nearest(form.name, known)}")
+        if not SLOWEST <= form.speed <= FASTEST:
+            raise wrong(f"{field}.speed", form.speed, f"a number from {SLOWEST:g} to {FASTEST:g}")
+        if form.rate is not None and not _RATES[0] <= form.rate <= _RATES[1]:
+            raise wrong(f"{field}.rate", form.rate, f"from {_RATES[0]} to {_RATES[1]} samples per second")
+        if form.part < 0:
+            raise wrong(f"{field}.part", form.part, "at least 0")

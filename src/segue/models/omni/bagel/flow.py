@@ -1,0 +1,59 @@
+"""The steps from noise to latents, and guidance by two further contexts. Plain functions on tensors.
+
+n tokens of latents, P numbers in a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Renorm = Literal["global", "channel", "text_channel"]
+_TINY = 1e-8
+
+
+def levels(count: int, shift: float = 3.0) -> Tensor:
+    """[count] noise levels from 1 to 0; `shift` > 1 spends more of them on high noise. The model is called at all but
+    the last: count - 1 times."""
+    even = torch.linspace(1, 0, count)
+    return shift * even / (1 + (shift - 1) * even)
+
+
+@dataclass(frozen=True, slots=True)
+class Guidance:
+    """How far a velocity is pushed away from those without the prompt (`text`) and without the images (`image`)."""
+
+    text: float = 4.0
+    """1 or less: no guidance, by images neither."""
+    image: float = 1.5
+    above: float = 0.4
+    """Noise levels in (above, upto] are guided."""
+    upto: float = 1.0
+    renorm: Renorm = "global"
+    """Guided velocities are scaled down to the norm of the unguided: over all numbers of the request, over those of
+    each token, or over those of each token after guidance by text only."""
+    least: float = 0.0
+    """Least factor of this scaling."""
+
+    def applies(self, level: float) -> bool:
+        """Whether a step at this noise level is guided."""
+        return self.text > 1.0 and self.above < level <= self.upto
+
+
+def guided(velocity: Tensor, without_text: Tensor, without_image: Tensor | None, guidance: Guidance) -> Tensor:
+    """The guided velocity [n, P] of one request. `without_image`: None if `guidance.image` is 1 or less."""
+    pushed = without_text + guidance.text * (velocity - without_text)
+    if guidance.renorm == "text_channel":
+        pushed = _renormed(pushed, velocity, guidance)
+    if without_image is not None:
+        pushed = without_image + guidance.image * (pushed - without_image)
+    return pushed if guidance.renorm == "text_channel" else _renormed(pushed, velocity, guidance)
+
+
+def _renormed(pushed: Tensor, velocity: Tensor, guidance: Guidance) -> Tensor:
+    over = None if guidance.renorm == "global" else -1
+    norms = [torch.linalg.vector_norm(of, dim=over, keepdim=True) for of in (velocity, pushed)]
+    return pushed * (norms[0] / (norms[1] + _TINY)).clamp(min=guidance.least, max=1.0)

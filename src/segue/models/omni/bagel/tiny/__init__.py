@@ -1,0 +1,1 @@
+"""`segue tiny bagel`: makes a small checkpoint in the published layout."""

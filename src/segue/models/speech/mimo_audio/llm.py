@@ -1,0 +1,176 @@
+"""The language model: reads text and patches of codes, and generates rows: a text token and the codes of a patch.
+
+T prompt tokens, H width, G frames of a patch, K codes of a frame; a row has 1 + G · K entries.
+
+A patch counts where the text token is `<|empty|>`; with any other, all its codes are empty. Inputs: text tokens by
+their own embedding, patches by the patch encoder, which nothing but their codes enters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+from torch import Tensor
+
+from segue.engines.autoregressive.contract import (
+    AutoregressiveContext,
+    Draws,
+    Fed,
+    FlatBatch,
+    KVSpec,
+    Prompt,
+    row_identity,
+)
+from segue.engines.contract import Payload, StageRequest
+from segue.kernels.prepare import DECODE_ROWS, Plan, prepare, prepared_bytes
+from segue.messages.sampling import SamplingParams
+from segue.models.shared.checkpoint.checkpoint import held_bytes
+from segue.models.shared.decoder.decoder import PagedDecoder
+from segue.models.shared.text.tokenizer import decode, vocabulary_of
+from segue.models.speech.mimo_audio.config import read_config
+from segue.models.speech.mimo_audio.loading import load_language_model
+from segue.models.speech.mimo_audio.patch_decoder import PatchDecoder, code_sampling
+from segue.models.speech.mimo_audio.tokens import EMPTY, SPOKEN_END, STOP, TURN_END, id_of, tokenizer_of
+
+
+@dataclass(slots=True)
+class _State:
+    """The parts of one request's prompt that have arrived."""
+
+    ids: Tensor | None = None
+    """[T]; each patch of a recording is one `<|empty|>`."""
+    recordings: dict[int, Tensor] = field(default_factory=dict)
+    """By place in the prompt: [patches, G · K]."""
+    prompted: bool = False
+
+
+class LLM:
+    """`AutoregressiveModel` that yields rows, and text.
+
+    Options: `audio_temperature`, `audio_top_k`, `audio_top_p`, with which codes are drawn.
+    """
+
+    axes = 1
+    conditioned = False
+
+    def __init__(self, ctx: AutoregressiveContext) -> None:
+        """Raises `ConfigError` for an unreadable or unsupported checkpoint."""
+        config = read_config(ctx.model_dir)
+        sampling = code_sampling(ctx)
+        net = load_language_model(ctx, config)
+        self.net = net
+        self._decoder = PagedDecoder(net.decoder, quantization=ctx.quantization, fused=ctx.fused)
+        for part in (net.input_local_transformer, net.local_transformer):
+            prepare(part, ctx.device, Plan(rows=DECODE_ROWS))
+        self._patches = PatchDecoder(net, config, sampling)
+        self._tokenizer = tokenizer_of(ctx.model_dir, config)
+        self.vocabulary = vocabulary_of(self._tokenizer)
+        self._empty = id_of(self._tokenizer, EMPTY)
+        self._spoken_end = id_of(self._tokenizer, SPOKEN_END)
+        self.groups: int = 1 + config.codes_per_patch
+        self._group = config.group_size
+        self._silent = torch.tensor(config.empty_codes * config.group_size, device=ctx.device)
+        self.device = ctx.device
+        self.dtype = ctx.dtype
+        self.kv: KVSpec = self._decoder.kv
+        self.weight_bytes: int = held_bytes(net) + prepared_bytes(net)
+        self.vocab_size: int = config.vocab_size
+        longest = config.max_position_embeddings
+        self.max_model_len: int = min(ctx.max_model_len or longest, longest)
+        self.end_token_ids = frozenset(id_of(self._tokenizer, token) for token in (STOP, TURN_END))
+        self.default_sampling = SamplingParams(temperature=0.6, top_p=0.95, max_tokens=8192)
+
+    def begin(self, request: StageRequest) -> _State:
+        """A reply that is spoken ends with its speech."""
+        sampling = request.sampling
+        if request.downstreams and not sampling.ignore_eos:
+            ends = sorted({*(sampling.stop_token_ids or ()), self._spoken_end})
+            request.sampling = msgspec.structs.replace(sampling, stop_token_ids=ends)
+        return _State()
+
+    @torch.inference_mode()
+    def feed(self, state: _State, upstream: str, payload: Payload, *, final: bool) -> Fed:
+        """The conversation's ids and its recordings' codes → the prompt, once all have arrived."""
+        if upstream == "encoder":  # what it sent before a restart comes again
+            state.recordings.update((item["index"], item["codes"]) for item in payload["media"])
+        else:
+            state.ids = payload["token_ids"].cpu()
+        if state.prompted or state.ids is None:
+            return Fed()
+        if sum(map(len, state.recordings.values())) < int((state.ids == self._empty).sum()):
+            return Fed()
+        state.prompted = True
+        return Fed(prompt=self._prompt(state.ids, [state.recordings[index] for index in sorted(state.recordings)]))
+
+    @torch.inference_mode()
+    def embed(self, token_ids: Tensor, conditioning: Tensor | None) -> Tensor:
+        """[n, 1 + G · K] rows, or [n] text ids → [n, H]."""
+        if token_ids.ndim == 1:
+            return self._decoder.embed(token_ids)
+        text = token_ids[:, 0]
+        rows = self._decoder.embed(text)
+        chosen = self._chosen(text)
+        codes = token_ids[chosen, 1:]
+        if not len(codes):
+            return rows
+        spoken = (text[chosen] == self._empty)[:, None]
+        rows = rows.clone()
+        rows[chosen] = torch.where(spoken, self._encoded(codes), rows[chosen])
+        return rows
+
+    def forward(self, embeds: Tensor, batch: FlatBatch) -> tuple[Tensor, None]:
+        """[tokens, H] → (hidden states after the final norm [tokens, H], nothing captured)."""
+        return self._decoder.forward(embeds, batch), None
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, H] → [rows, vocab] float32."""
+        return self._decoder.logits(hidden)
+
+    @torch.inference_mode()
+    def advance(self, hidden: Tensor, ids: Tensor, draws: Draws) -> Tensor:
+        """[n, H], [n] text tokens → [n, G · K]: codes where the token is `<|empty|>`, else empty ones."""
+        codes = self._silent.repeat(len(ids), 1)
+        chosen = self._chosen(ids)
+        if not len(ids[chosen]):
+            return codes
+        own = Draws(draws.numbers[chosen], draws.greedy[chosen], draws.filters[chosen])
+        drawn = self._patches(hidden[chosen], own)
+        spoken = ids[chosen] == self._empty
+        codes[chosen] = torch.where(spoken[:, None], drawn, codes[chosen])
+        assert own.finite is not None
+        draws.finite = torch.ones_like(draws.greedy)
+        draws.finite[chosen] = own.finite | ~spoken
+        return codes
+
+    def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return decode(self._tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
+
+    def _chosen(self, ids: Tensor) -> Tensor | slice:
+        """The rows for which patches are computed: those that are spoken. On a GPU all rows, because calls are
+        replayed from captured graphs there, of a fixed size, and a choice would wait for the device."""
+        return slice(None) if ids.is_cuda else (ids == self._empty).nonzero()[:, 0]
+
+    def _encoded(self, codes: Tensor) -> Tensor:
+        """[n, G · K] → [n, H]."""
+        return self.net.encode(codes.unflatten(1, (self._group, -1)))
+
+    def _prompt(self, ids: Tensor, recordings: Sequence[Tensor]) -> Prompt:
+        """Put the recordings' patches in the places of their tokens."""
+        embeds = self._decoder.embed(ids.to(self.device))
+        codes = self._silent.cpu().repeat(len(ids), 1)
+        places = (ids == self._empty).nonzero()[:, 0]
+        if len(places):
+            codes[places] = torch.cat(list(recordings))
+            embeds[places.to(self.device)] = self._encoded(codes[places].to(self.device))
+        rows = torch.cat([ids[:, None], codes], dim=1).tolist()
+        spoken = len(places)
+        return Prompt(
+            token_ids=ids.tolist(),
+            embeds=embeds.cpu(),  # device memory belongs to keys and values
+            identity=[row_identity(row) for row in rows],  # as of generated ones
+            modality_tokens={"text": len(ids) - spoken} | ({"audio": spoken} if spoken else {}),
+        )

@@ -1,0 +1,1 @@
+"""`segue tiny mimo-audio`: makes a small checkpoint in the published layout."""

@@ -1,0 +1,48 @@
+"""What a further worker of each stage would cost in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from segue.graph.deployment.deployment import Hardware, Plan
+from segue.graph.machine.further import further_workers
+
+GiB = 1 << 30
+SHARES = {"encoder": 0.1, "thinker": 0.4, "talker": 0.2, "vocoder": 0.1}
+WEIGHTS = {"encoder": GiB, "thinker": 2 * GiB, "talker": GiB}
+
+
+def rows(plan: Plan, weights: dict[str, int]) -> dict[str, list[str]]:
+    cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in table(plan, weights)]
+    return {row[0]: row[1:] for row in cells}
+
+
+def table(plan: Plan, weights: dict[str, int]) -> list[str]:
+    return further_workers(plan, weights).splitlines()
+
+
+def deployment(**more: Any) -> dict[str, Any]:
+    return {"stages": {name: {"memory_share": share, **more} for name, share in SHARES.items()}}
+
+
+def test_on_a_cpu_it_has_the_weights_already(plan: Callable[..., Plan]) -> None:
+    found = rows(plan(deployment(), hardware=Hardware(4, 10 * GiB)), WEIGHTS)
+    assert found["thinker"] == ["shared (2.0 GiB)", "at most 1.6 GiB", "at most 410 MiB", "at most 2.0 GiB"]
+    assert found["encoder"] == ["shared (1.0 GiB)", "-", "-", "-"]
+    assert found["vocoder"] == ["shared (not known)", "not known", "not known", "at most 1.0 GiB"]
+    assert "input" not in found
+
+
+def test_on_a_gpu_and_with_several_processes_it_has_its_own(plan: Callable[..., Plan]) -> None:
+    found = rows(plan(deployment(devices="cuda:0"), hardware=Hardware(4, 10 * GiB, (10 * GiB,))), WEIGHTS)
+    assert found["thinker"] == ["2.0 GiB", "at most 1.6 GiB", "at most 410 MiB", "at most 4.0 GiB"]
+    unknown = rows(plan(deployment(devices="cuda:0"), hardware=Hardware(4, 10 * GiB, (0,))), WEIGHTS)
+    assert unknown["thinker"] == ["2.0 GiB", "not known", "not known", "not known"]
+
+
+def test_stages_of_one_worker_are_one_row(plan: Callable[..., Plan]) -> None:
+    values = deployment()
+    values["stages"]["encoder"]["fuse_with"] = "thinker"
+    found = rows(plan(values, hardware=Hardware(4, 10 * GiB)), WEIGHTS)
+    assert found["encoder + thinker"] == ["shared (3.0 GiB)", "at most 1.6 GiB", "at most 410 MiB", "at most 2.0 GiB"]
