@@ -26,7 +26,7 @@ from segue.connectors.create import create
 from segue.connectors.shm import CUDA_POOL_BYTES, MAX_BYTES, POOL_BYTES, THRESHOLD_BYTES
 from segue.graph.deployment.deployment import Hardware, Limits
 from segue.graph.deployment.loader import load_plan
-from segue.graph.deployment.written import LIMIT_KEYS, TOP_KEYS, stage_keys
+from segue.graph.deployment.written import LIMIT_KEYS, MOVE_KEYS, TOP_KEYS, stage_keys
 from segue.graph.kinds.autoregressive import AUTOREGRESSIVE
 from segue.graph.kinds.module import MODULE
 from segue.graph.kinds.registry import kinds
@@ -195,12 +195,13 @@ def test_every_key_of_a_deployment_is_documented() -> None:
     page = DOCS / "deployment.md"
     listed = {
         title: [name for row in rows(page, title) for name in names(row[0])]
-        for title in ("### Top level", "### A stage", "### An edge", "### A connector", "### Limits")
+        for title in ("### Top level", "### A stage", "### An edge", "### A connector", "### Limits", "### Moves")
     }
     assert sorted(listed["### Top level"]) == sorted(TOP_KEYS)
     of_stages = [*stage_keys(), "input_connectors", "output_connectors", "stage_id", "stage_name"]
     assert sorted(listed["### A stage"]) == sorted(of_stages)
     assert sorted(listed["### Limits"]) == sorted(LIMIT_KEYS)
+    assert sorted(listed["### Moves"]) == sorted(MOVE_KEYS)
     assert listed["### An edge"] == ["from", "to", "connector", "budget", "start"]
     assert listed["### A connector"][:2] == ["name", "extra"]
     worked_out = {"name", "engine", "memory_bytes", "sequence_ring"}
@@ -336,10 +337,11 @@ def test_request_bodies_are_accepted(block: Block) -> None:
 
 
 def test_curl_bodies_are_answered(server: str) -> None:
-    found = [block for block in of("sh") if block.body.startswith("curl") and " -d " in block.body]
-    assert found
-    for block in found:
-        path = block.body.partition("http://localhost:8000")[2].split()[0]
+    bodies = [block for block in of("sh") if block.body.startswith("curl") and " -d " in block.body]
+    found = [(block, block.body.partition("http://localhost:8000")[2].split()[0]) for block in bodies]
+    chats = [(block, path) for block, path in found if path == "/v1/chat/completions"]
+    assert chats
+    for block, path in chats:
         assert fetch(server + path, curl_body(block))["choices"][0]["message"]["content"]
 
 

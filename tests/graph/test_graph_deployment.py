@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from segue.graph.deployment import deployment as deployment_module
-from segue.graph.deployment.deployment import Hardware, Limits, MiB, Plan
+from segue.graph.deployment.deployment import Hardware, Limits, MiB, MovePolicy, Plan
 from segue.graph.deployment.loader import load_plan
 from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import ConfigError
@@ -58,6 +58,7 @@ limits:
   max_audio_seconds: 30
   max_video_frames: 4
   max_prompt_embeds_bytes: 1MB
+moves: {queue_age: 2}
 """
 
 
@@ -87,6 +88,7 @@ def test_everything_that_can_be_said(graph: StageGraph, two_gpus: Hardware, tmp_
     assert plan.edge("input", "thinker").connector == "shm"
     assert plan.groups == (("input",), ("encoder",), ("thinker",), ("talker", "vocoder"), ("output",))
     assert plan.group_of("vocoder") == ("talker", "vocoder")
+    assert plan.moves == MovePolicy(queue_age=2.0, cooldown=60.0)
     assert plan.limits == Limits(
         max_waiting=3,
         max_retries=0,
@@ -118,6 +120,7 @@ def test_the_documented_file_loads(plan: Lay) -> None:
 def test_silence_is_the_defaults(plan: Lay, nothing: dict[str, Any] | None) -> None:
     laid = plan(nothing)
     assert laid.limits == Limits()
+    assert laid.moves is None
     assert laid.stages == plan().stages
     assert laid.stages["thinker"].max_batch == 64
     assert laid.stages["vocoder"].max_batch == 16
@@ -187,6 +190,10 @@ def stage(**keys: Any) -> dict[str, Any]:
         ),
         (stage(sampling={"stop": 9}), "stages.thinker.sampling.stop: Expected `array"),
         ({"stages": {"vocoder": {"kv_blocks": 9}}}, "stages.vocoder.kv_blocks is for autoregressive stages; 'vocoder'"),
+        ({"moves": {"queue_agee": 1}}, r"moves has no key 'queue_agee'; did you mean 'queue_age'"),
+        ({"moves": {}}, "moves.queue_age is None; it must be a number of seconds above 0"),
+        ({"moves": {"queue_age": 0}}, "moves.queue_age is 0; it must be a number above 0"),
+        ({"moves": 5}, "moves is 5; it must be a mapping"),
         ({"defaults": {"threds": 1}}, r"defaults has no key 'threds'; did you mean 'threads'\?"),
         ({"defaults": {"max_batch": -1}}, "defaults.max_batch is -1; it must be an integer of at least 1"),
         (

@@ -28,7 +28,7 @@ from segue.messages.deltas import (
 from segue.messages.errors import InvalidRequest, NotFound
 from segue.messages.formats import AUDIO_FORMATS
 from segue.messages.request import Message, Request, TextPart
-from segue.orchestrator.service import Health, ModelCard, ReplicaHealth, StageHealth
+from segue.orchestrator.service import Health, ModelCard, MovedWorker, ReplicaHealth, StageHealth
 from segue.server.serve import http_server, listen
 from segue.server.settings import ServerSettings
 
@@ -183,6 +183,11 @@ class FakeService:
         if name not in self.card.adapters:
             raise NotFound(f"there is no LoRA adapter {name!r}", field="lora_name")
         del self.card.adapters[name]
+
+    async def move_worker(self, from_stage: str, to_stage: str) -> MovedWorker:
+        if from_stage == to_stage:
+            raise InvalidRequest(f"from_stage is {from_stage!r}: the last one stays", field="from_stage")
+        return MovedWorker(from_stage, to_stage, f"{to_stage}.1-1", 0.5)
 
     def metrics(self) -> bytes:
         return b"# HELP segue_stage_waiting x\n# TYPE segue_stage_waiting gauge\nsegue_stage_waiting 0.0\n"

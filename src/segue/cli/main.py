@@ -169,6 +169,9 @@ def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
         "--allow-runtime-lora", action="store_true", help="let clients load LoRA adapters from this machine's files"
     )
     serve.add_argument(
+        "--allow-moves", action="store_true", help="let operators move workers from one stage to another"
+    )
+    serve.add_argument(
         "--allow-voice-cloning", action="store_true", help="let clients request speech in the voice of a recording"
     )
     serve.add_argument(
@@ -310,6 +313,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         tool_parser=arguments.tool_parser,
         allow_voice_cloning=arguments.allow_voice_cloning,
         allow_runtime_lora=arguments.allow_runtime_lora,
+        allow_moves=arguments.allow_moves,
         media=MediaPolicy(media_root=arguments.media_root, http_hosts=frozenset(arguments.media_host)),
         max_responses=arguments.max_responses,
         max_response_bytes=arguments.max_response_bytes,
@@ -410,7 +414,8 @@ def _graph(arguments: argparse.Namespace) -> int:
         kv_dtype=arguments.kv_dtype,
         scheduling=arguments.scheduling,
     )
-    plan = load_plan(models.graph, arguments.config, overrides=overrides)
+    skip = arguments.skip_tokenizer_init
+    plan = load_plan(models.graph, arguments.config, overrides=overrides, skip_tokenizer_init=skip)
     check_models(models, plan)
     for caution in cautions(plan):
         print(f"segue: warning: {caution}", file=sys.stderr)

@@ -12,7 +12,7 @@ from segue.graph.kinds.autoregressive import KV_DTYPES, SCHEDULINGS
 
 _SETTINGS = (
     *("model", "config", "dtype", "speculation", "load_format", "deterministic", "tensor_parallel", "quantization"),
-    *("kv_dtype", "scheduling", "name"),
+    *("kv_dtype", "scheduling", "skip_tokenizer_init", "name"),
 )
 
 
@@ -47,6 +47,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="dummy: random weights of the checkpoint's shape, without its weight files; default: %(default)s",
     )
     parser.add_argument("--deterministic", action="store_true", help="compute bitwise equal logits in any batch")
+    parser.add_argument(
+        "--skip-tokenizer-init", action="store_true", help="load no tokenizer: prompts and replies are token ids"
+    )
     parser.add_argument(
         "--tensor-parallel",
         type=int,

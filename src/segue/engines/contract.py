@@ -129,6 +129,8 @@ class LoadContext:
     max_model_len: int | None = None
     lora: LoraPlan | None = None
     """None: the stage supports no adapters."""
+    skip_tokenizer_init: bool = False
+    """Load no tokenizer: prompts and replies are token ids."""
     options: dict[str, Any] = field(default_factory=dict)
     """The deployment's own options for this stage, e.g. the vocoder's look-ahead."""
     progress: Callable[[float, str], None] = lambda fraction, what: None

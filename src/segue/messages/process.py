@@ -46,6 +46,7 @@ class WorkerSpec(msgspec.Struct, kw_only=True):
     """As in `ModelSource`."""
     shared: list[str] = []
     """Stages whose weights it shares with other workers."""
+    skip_tokenizer_init: bool = False
 
 
 class Spawn(msgspec.Struct, tag=True):

@@ -20,6 +20,7 @@ _HELP = {
     "segue_stage_spec_accepted_tokens_total": "Draft tokens that were accepted.",
     "segue_stage_spec_switched_off_total": "Times drafting was switched off for a request because it did not pay.",
     "segue_stage_spec_active": "Whether the stage speculates: 0 after its drafter has failed.",
+    "segue_stage_queue_age_seconds": "Time that the oldest request in the stage's queue has waited.",
     "segue_stage_requests": "Requests that are in the stage.",
     "segue_stage_retained_bytes": "Payloads the worker keeps in memory for recovery (reported for its first stage).",
     "segue_stage_spilled_bytes": "Payloads the worker keeps in its file for recovery (reported for its first stage).",
@@ -63,9 +64,9 @@ def render_worker_stats(stats: Iterable[WorkerStats]) -> bytes:
 
 
 def render_gauges(values: Mapping[str, tuple[str, float]]) -> bytes:
-    """Return exposition text of gauges without labels: name → (help, value)."""
+    """Return exposition text of values without labels: name → (help, value)."""
     return "".join(
-        f"# HELP {name} {about}\n# TYPE {name} gauge\n{name} {_number(value)}\n"
+        f"# HELP {name} {about}\n# TYPE {name} {_kind(name, value)}\n{name} {_number(value)}\n"
         for name, (about, value) in values.items()
     ).encode()
 

@@ -3,6 +3,7 @@ for scripts."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import operator
 import uuid
@@ -33,7 +34,7 @@ from segue.orchestrator.orchestrator import Orchestrator
 from segue.orchestrator.outputs import Collector, RequestOutput
 from segue.orchestrator.progress import StepBar
 from segue.orchestrator.served import Served
-from segue.orchestrator.service import Health
+from segue.orchestrator.service import Health, MovedWorker
 from segue.orchestrator.serving import check_models, preload_of, served, sources_of
 from segue.orchestrator.supervisor import OnProgress
 
@@ -64,6 +65,7 @@ class AsyncOmni:
         dtype: str | None = None,
         load_format: str = "auto",
         deterministic: bool = False,
+        skip_tokenizer_init: bool = False,
         name: str | None = None,
         speculation: Mapping[str, Any] | None = None,
         tensor_parallel: int | None = None,
@@ -77,7 +79,8 @@ class AsyncOmni:
         `*.py` that has one. `config`: a deployment file, or its content. `name`: clients' name of the model (default:
         the directory, OWNER/MODEL, or the name of the graph).
         `dtype`, `speculation`, `tensor_parallel`, `quantization`, `kv_dtype` and `scheduling` are keys of a stage that
-        override the deployment's `defaults`. `lora`: name → directory of adapters in addition to the deployment's; an
+        override the deployment's `defaults`. `skip_tokenizer_init`: load no tokenizer; prompts and replies are then
+        token ids. `lora`: name → directory of adapters in addition to the deployment's; an
         empty mapping allows adapters to be loaded later.
 
         Raises `ConfigError` for a model or deployment that cannot be served.
@@ -93,7 +96,7 @@ class AsyncOmni:
             scheduling=scheduling,
             lora=None if lora is None else {"adapters": {name: str(path) for name, path in lora.items()}},
         )
-        self.plan = load_plan(models.graph, config, overrides=overrides)
+        self.plan = load_plan(models.graph, config, overrides=overrides, skip_tokenizer_init=skip_tokenizer_init)
         for caution in cautions(self.plan):
             log.warning("%s", caution)
         check_models(models, self.plan)
@@ -155,16 +158,27 @@ class AsyncOmni:
         self.orchestrator.supervisor.adapters.unload(name)
         self.card.adapters.pop(name, None)
 
+    async def move_worker(self, from_stage: str, to_stage: str) -> MovedWorker:
+        """Move a worker from one stage to another; return when it serves there. If this is cancelled, the move goes on.
+
+        Raises `InvalidRequest` if none can move, `Overloaded` while another one moves, `StageLost` if it could not load
+        the stage.
+        """
+        return await asyncio.shield(self.orchestrator.supervisor.moves.begin(from_stage, to_stage))
+
     def health(self) -> Health:
         return self.orchestrator.replicas.health()
 
     def metrics(self) -> bytes:
         """Return the metrics of the orchestrator and the workers as Prometheus text."""
+        moves = self.orchestrator.supervisor.moves
         waiting = sum(1 for state in self.orchestrator.requests.values() if state.waiting)
         return render_gauges(
             {
                 "segue_requests": ("Requests admitted and not finished.", len(self.orchestrator.requests)),
                 "segue_requests_waiting": ("Of these, those that wait for a worker.", waiting),
+                "segue_worker_moves": ("Workers that move to another stage now.", moves.running),
+                "segue_worker_moves_total": ("Workers that have moved to another stage.", moves.count),
             }
         ) + render_worker_stats(stage for stats in self.orchestrator.stats.values() for stage in stats.stages)
 

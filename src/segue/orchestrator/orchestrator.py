@@ -344,10 +344,11 @@ class Orchestrator:
         for replica in self.replicas.all:
             replica.requests.discard(state.id)
             replica.working.discard(state.id)
-            if replica.worker in workers and replica.state == "ready":
+            if replica.worker in workers and replica.alive:
                 self.supervisor.send(replica.address, Drop(state.id))
         state.queue.put(error if error is not None else state.finished())
         self._note_idle()
+        self.supervisor.moves.request_left()
         if state.losses:
             self._launch_waiting()  # another request's last retry may have waited for this one
 
@@ -424,7 +425,7 @@ class Orchestrator:
         state.blamed.add(state.stages[message.source].worker)
         self._lost(state, {message.stage, message.source}, message.source)
 
-    def worker_lost(self, what: str) -> None:
+    def worker_lost(self, what: str, *, planned: bool = False) -> None:
         """Restart every affected request on other workers after a death, or fail it if its retries are spent."""
         alive = self.replicas.alive()
         for state in list(self.requests.values()):
@@ -432,13 +433,13 @@ class Orchestrator:
             if state.given() and not state.workers() <= alive:
                 self._end(state, None)  # the client has everything; only the dead workers' reports are lost
             elif stages_to_rerun(placed, alive) - state.waiting:
-                self._lost(state, set(), what, counted=bool(state.blamed - alive))
+                self._lost(state, set(), what, counted=planned or bool(state.blamed - alive))
                 state.blamed &= alive
             elif state.waiting:
                 self._launch(state, set())
 
     def _lost(self, state: RequestState, again: set[str], what: str, *, counted: bool = False) -> None:
-        """Restart stages after a loss. `counted`: this loss has been counted, at its first sign."""
+        """Restart stages after a loss. `counted`: this loss has been counted, at its first sign, or it was planned."""
         state.losses[what] += not counted
         if state.losses[what] > self.plan.limits.max_retries:
             tries = self.plan.limits.max_retries + 1

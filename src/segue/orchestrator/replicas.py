@@ -42,6 +42,11 @@ class Replica:
         """The worker's name, unique per incarnation."""
         return f"{self.group[-1]}.{self.index}-{self.incarnation}"
 
+    @property
+    def alive(self) -> bool:
+        """Whether its process serves requests: the ready ones, and those that only finish what they have."""
+        return self.state in ("ready", "draining")
+
     def clear(self) -> None:
         """Forget all that this incarnation had: it is dead."""
         self.requests.clear()
@@ -60,6 +65,8 @@ class Replicas:
         for replica in self.all:
             for stage in replica.group:
                 self._by_stage.setdefault(stage, []).append(replica)
+        self._incarnations: dict[tuple[tuple[str, ...], int], int] = {}
+        """The last incarnation of each worker that was removed: names are never used again."""
         self.facts: dict[str, StageFacts] = {}
 
     def group_of(self, stage: str) -> tuple[str, ...]:
@@ -70,12 +77,33 @@ class Replicas:
         return next((replica for replica in self.all if replica.worker == worker), None)
 
     def alive(self) -> set[str]:
-        """Return the names of the incarnations that are ready."""
-        return {replica.worker for replica in self.all if replica.state == "ready"}
+        """Return the names of the incarnations that serve requests."""
+        return {replica.worker for replica in self.all if replica.alive}
 
     def of_group(self, group: tuple[str, ...]) -> list[Replica]:
         """Return all replicas of a group, whatever their state."""
         return self._by_stage[group[0]]
+
+    def free_index(self, group: tuple[str, ...]) -> int:
+        """Return the index of the next worker of a group."""
+        taken = {replica.index for replica in self.of_group(group)}
+        return next(index for index in range(len(taken) + 1) if index not in taken)
+
+    def add(self, group: tuple[str, ...]) -> Replica:
+        """Add a worker to a group, to be started."""
+        index = self.free_index(group)
+        replica = Replica(group, index, self._incarnations.get((group, index), 0))
+        self.all.append(replica)
+        for stage in group:
+            self._by_stage[stage].append(replica)
+        return replica
+
+    def remove(self, replica: Replica) -> None:
+        """Remove a worker that has ended."""
+        self._incarnations[replica.group, replica.index] = replica.incarnation
+        self.all.remove(replica)
+        for stage in replica.group:
+            self._by_stage[stage].remove(replica)
 
     def hopeless(self, stage: str) -> bool:
         """Whether every replica of a stage has been given up."""

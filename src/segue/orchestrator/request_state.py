@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from segue.graph.parts import is_input
 from segue.graph.stage_graph import Walk
 from segue.messages.deltas import (
     AudioDelta,
@@ -127,6 +126,11 @@ class RequestState:
         """The input stage, the first of every walk."""
         return next(iter(self.walk))
 
+    @property
+    def reader(self) -> str:
+        """The stage whose prompt is the request's: the main one, or, if that draws no tokens, the first that does."""
+        return self.main if self.main in self.journal else next(iter(self.journal), self.main)
+
     def workers(self) -> set[str]:
         return {stage.worker for stage in self.stages.values() if stage.worker}
 
@@ -139,7 +143,7 @@ class RequestState:
             fresh_units = emission.units[max(0, len(journal) - emission.first_index) :]
             journal.extend(fresh_units)
             fresh_ids = ids_of(fresh_units)
-        if stage == self.main or is_input(stage):  # whichever of them counts the prompt
+        if stage in (self.reader, self.input):  # whichever of them counts the prompt
             self.usage.cached_tokens = self.usage.cached_tokens or emission.cached_tokens
             if emission.prompt_tokens > self.usage.prompt_tokens:  # input may be appended
                 self.usage.prompt_tokens = emission.prompt_tokens

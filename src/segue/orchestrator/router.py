@@ -45,7 +45,8 @@ class Router:
             candidates.append(
                 Candidate(
                     worker=replica.worker,
-                    ready=replica.state == "ready",
+                    # stages of one worker stay together until it ends
+                    ready=replica.state == "ready" or (replica.alive and replica.worker in held),
                     waiting=waiting,
                     running=running,
                     reading_media=any(replica.reading.values()),

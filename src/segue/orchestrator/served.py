@@ -21,6 +21,7 @@ from segue.orchestrator.open_request import OpenRequest, opened
 from segue.orchestrator.orchestrator import Orchestrator
 from segue.orchestrator.prompt_embeds import check_embeds_bytes
 from segue.orchestrator.service import ModelCard
+from segue.orchestrator.tokenless import check_tokenless
 from segue.orchestrator.transcription import check_transcription, transcribed
 
 
@@ -117,6 +118,8 @@ class ServedModel:
 
     def admit(self, request: Request) -> None:
         """Check a request before it is admitted. Raises `InvalidRequest`."""
+        if not self.card.tokenizer:
+            check_tokenless(request)
         for stage, params in request.sampling.items():
             if stage not in self.card.sampling_stages:
                 hint = nearest(stage, self.card.sampling_stages)

@@ -33,6 +33,17 @@ class StageHealth(msgspec.Struct):
     replicas: list[ReplicaHealth]
 
 
+class MovedWorker(msgspec.Struct):
+    """A worker that has moved from one stage to another."""
+
+    from_stage: str
+    to_stage: str
+    worker: str
+    """Its name there."""
+    seconds: float
+    """From the command until it was ready."""
+
+
 class Health(msgspec.Struct):
     ready: bool
     """Whether every stage has a ready replica."""
@@ -59,6 +70,8 @@ class ModelCard(msgspec.Struct):
     created: int
     tensors: dict[str, TensorSpec] = {}
     """The named tensors that the model takes."""
+    tokenizer: bool = True
+    """False: the deployment loads none (`skip_tokenizer_init`); prompts and replies are token ids."""
     appends: bool = False
     """Whether input can be appended to a running request."""
     own_outputs: frozenset[str] = frozenset()
@@ -113,6 +126,11 @@ class Service(Protocol):
 
     async def unload_lora(self, name: str) -> None:
         """Unload an adapter: running requests keep it, new ones cannot name it. Raises `NotFound`."""
+        ...
+
+    async def move_worker(self, from_stage: str, to_stage: str) -> MovedWorker:
+        """Move a worker from one stage to another; return when it serves there. Raises `InvalidRequest` if none can
+        move, `Overloaded` while another one moves, `StageLost` if it could not load the stage."""
         ...
 
     def metrics(self) -> bytes:

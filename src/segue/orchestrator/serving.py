@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from segue.graph.deployment.deployment import Plan
 from segue.graph.kinds.registry import kind_of
+from segue.messages.errors import ConfigError
 from segue.messages.process import ModelSource
 from segue.models.model_graph import Models
 from segue.models.shared.checkpoint.files import check_files
@@ -11,12 +12,18 @@ from segue.orchestrator.model_card import card_of, check_stage_keys
 from segue.orchestrator.model_graph import ServedGraph
 from segue.orchestrator.orchestrator import Orchestrator
 from segue.orchestrator.served import Served, ServedModel
+from segue.orchestrator.tokenless import KEY, check_tokenless_plan
 
 
 def check_models(models: Models, plan: Plan) -> None:
     """Raise `ConfigError` for keys that a family does not support, and for files that cannot be served."""
+    if plan.skip_tokenizer_init and models.graph.links:
+        raise ConfigError(
+            f"{KEY} is true, but the models of {models.called!r} hand over what they write: leave it out", field=KEY
+        )
     for member, one in models.members.items():
         check_stage_keys(one.family, plan, member)
+        check_tokenless_plan(one.family, plan)
         check_files(one.directory, one.config, one.graph)
 
 
@@ -45,7 +52,7 @@ def served(models: Models, name: str, plan: Plan, orchestrator: Orchestrator) ->
             card=card_of(member or name, one, plan, member),
             plan=plan,
             orchestrator=orchestrator,
-            chats=one.family.chats(one.directory),
+            chats=not plan.skip_tokenizer_init and one.family.chats(one.directory),
             open_options=one.family.open_options,
             sizes=one.family.sizes(one.config, one.directory),
         )

@@ -22,7 +22,7 @@ from segue.graph.deployment.deployment import Plan
 from segue.graph.deployment.stage_plan import CPU
 from segue.graph.kinds.registry import kind_of, shares_weights
 from segue.graph.parts import is_built_in, member_of
-from segue.messages.errors import ConfigError, ShuttingDown
+from segue.messages.errors import ConfigError, ShuttingDown, StageLost
 from segue.messages.process import ModelSource, WorkerSpec
 from segue.messages.wire import (
     AdapterLoaded,
@@ -39,6 +39,7 @@ from segue.messages.wire import (
     encode,
 )
 from segue.orchestrator.lora_adapters import Adapters
+from segue.orchestrator.moves import Moves
 from segue.orchestrator.placement import LocalPlacement, Placement
 from segue.orchestrator.replicas import Replica, Replicas
 
@@ -69,7 +70,7 @@ class HangWatch:
         self._due = now + self.interval
         seen = Seen()
         for replica in replicas:
-            if replica.state != "ready":
+            if not replica.alive:
                 continue
             if replica.pinged is None:
                 if replica.requests:
@@ -103,8 +104,8 @@ class Owner(Protocol):
     def worker_ready(self) -> None:
         """Handle a new ready worker."""
 
-    def worker_lost(self, what: str) -> None:
-        """Handle the loss of workers; `what` names the stage, or the cause."""
+    def worker_lost(self, what: str, *, planned: bool = False) -> None:
+        """Handle the loss of workers; `what` names the stage, or the cause. `planned`: it was ended on purpose."""
 
     def broken(self, error: BaseException) -> None:
         """Handle a failure after which no worker can be expected to answer."""
@@ -132,6 +133,7 @@ class Supervisor:
         self.adapters = Adapters(plan, self.replicas, self.send)
         self.stats: dict[str, Stats] = {}
         """Worker incarnation → its latest stats."""
+        self.moves = Moves(plan, self.replicas, self.stats, self)
         self.stopping = False
         """Set while stopping: a worker that dies now is not replaced."""
         self._placement: Placement = LocalPlacement(
@@ -179,17 +181,18 @@ class Supervisor:
         self._inbox.bind(self._address)
         self._spawn_task(self._read(self._inbox))
         for replica in self.replicas.all:
-            self._spawn(replica)
+            self.spawn(replica)
         self._watch_over(HangWatch(self._plan.limits.hang_seconds, time.monotonic()))
 
     async def close(self) -> None:
         """End every process."""
         self.stopping = True
         self.adapters.close(ShuttingDown("the server is shutting down"))
+        self.moves.close(ShuttingDown("the server is shutting down"))
         if self._watch is not None:
             self._watch.cancel()
         for replica in self.replicas.all:
-            if replica.state == "ready":
+            if replica.alive:
                 self.send(replica.address, Shutdown())
             replica.state = "draining"
         for task in list(self._tasks):
@@ -236,7 +239,8 @@ class Supervisor:
 
     # ── starting ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _spawn(self, replica: Replica) -> None:
+    def spawn(self, replica: Replica) -> None:
+        """Start the next incarnation of a worker."""
         replica.incarnation += 1
         replica.state = "starting" if replica.incarnation == 1 else "restarting"
         replica.pid, replica.loading, replica.what, replica.pinged = None, 0.0, "forking", None
@@ -244,6 +248,8 @@ class Supervisor:
         replica.address = f"ipc://{directory}/{replica.worker}"
         mine = set(replica.group)
         source = self._sources[member_of(replica.group[0])]
+        # with a policy, others may come
+        workers = len(self.replicas.of_group(replica.group)) + (self._plan.moves is not None)
         edges = [edge for edge in self._plan.edges if edge.source in mine or edge.target in mine]
         self._placement.spawn(
             WorkerSpec(
@@ -260,7 +266,8 @@ class Supervisor:
                 orchestrator=self._address,
                 connector=f"{directory}/{replica.worker}.shm",
                 load_format=self._load_format,
-                shared=[name for name in replica.group if shares_weights(self._plan.stages[name])],
+                shared=[name for name in replica.group if shares_weights(self._plan.stages[name], workers)],
+                skip_tokenizer_init=self._plan.skip_tokenizer_init,
             )
         )
 
@@ -280,6 +287,7 @@ class Supervisor:
         replica.state, replica.loading, replica.failures = "ready", 1.0, 0
         self.replicas.facts.update(message.stages)
         self.adapters.ready(replica)
+        self.moves.ready(replica)
         self._on_progress(message.worker, 1.0, "ready")
         if self._started is not None and not self._started.done() and self.replicas.ready():
             self._started.set_result(None)
@@ -316,6 +324,7 @@ class Supervisor:
         if replica := self.replicas.by_worker(message.worker):
             self.stats[message.worker] = message
             replica.pinged = None
+            self.moves.consider(time.monotonic())
 
     # ── deaths ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -323,8 +332,9 @@ class Supervisor:
         replica = self.replicas.by_worker(worker)
         if replica is None or self.stopping:
             return
-        was_ready = replica.state == "ready"
-        log.warning("worker %s (pid %s) ended: %s", worker, replica.pid, how)
+        was_ready = replica.alive
+        moving = replica.state == "draining"
+        log.log(logging.INFO if moving else logging.WARNING, "worker %s (pid %s) ended: %s", worker, replica.pid, how)
         if not was_ready:
             replica.failures += 1
             if self._started is not None and not self._started.done():
@@ -334,11 +344,19 @@ class Supervisor:
                 replica.state = "failed"
                 return
         self._bury(replica)
-        if replica.failures >= GIVE_UP_AFTER:
+        if self.moves.exited(replica):
+            pass  # its process serves another stage
+        elif replica.failures >= GIVE_UP_AFTER:
             replica.state = "failed"
+            self.moves.failed(replica)
         else:
-            self._spawn(replica)
-        self._owner.worker_lost(replica.group[-1])
+            self.spawn(replica)
+        self._owner.worker_lost(replica.group[-1], planned=moving)
+
+    def kill(self, replica: Replica) -> None:
+        """SIGKILL a worker that runs."""
+        if replica.pid is not None:
+            self._placement.kill(replica.pid)
 
     def _bury(self, replica: Replica) -> None:
         """Make sure that nobody writes to this incarnation any more."""
@@ -350,7 +368,7 @@ class Supervisor:
         if socket := self._out.pop(address, None):
             socket.close(linger=0)
         for other in self.replicas.all:
-            if other.state == "ready":
+            if other.alive:
                 self.send(other.address, PeerLost(dead, address))
 
     def _on_placement_lost(self) -> None:
@@ -363,6 +381,7 @@ class Supervisor:
     async def _reopen(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
+        self.moves.close(StageLost("the fork server died while the worker was moving"))
         for replica in self.replicas.all:
             self._bury(replica)
         self._close_sockets()

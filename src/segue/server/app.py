@@ -27,6 +27,7 @@ from segue.server.openai.models import add_models
 from segue.server.openai.responses.endpoint import Responses, add_responses
 from segue.server.openai.videos.endpoint import Videos, add_videos
 from segue.server.operations.health import add_health, add_metrics
+from segue.server.operations.moves import add_moves
 from segue.server.operations.openapi import add_openapi
 from segue.server.page.page import add_page
 from segue.server.settings import ServerSettings
@@ -79,6 +80,7 @@ def create_app(service: Service, settings: ServerSettings | None = None) -> Fast
     add_lora(app, service, settings)
     add_health(app, service)
     add_metrics(app, service, own)
+    add_moves(app, service, settings)
     add_openapi(app)
     add_page(app)
     install_error_handlers(app)

@@ -39,6 +39,8 @@ class ServerSettings:
     """Clients may request speech in the voice of a recording, if the model supports it."""
     allow_runtime_lora: bool = False
     """Clients may load LoRA adapters from any directory of this machine, and unload them."""
+    allow_moves: bool = False
+    """Operators may move workers from stage to stage."""
     video_dir: Path | None = None
     """Where video jobs are stored across restarts; None: in the user's state directory, by the model's name."""
     max_videos: int = 256

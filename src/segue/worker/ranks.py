@@ -138,6 +138,7 @@ def load_context(spec: WorkerSpec, plan: StagePlan, rank: int = 0) -> LoadContex
         dtype=dtype_of(plan.dtype),
         load_format=spec.load_format if plan.load_format == "auto" else plan.load_format,
         lora=plan.lora,
+        skip_tokenizer_init=spec.skip_tokenizer_init,
         options=dict(plan.options),
     )
     context: LoadContext = worker_kind(plan.engine).context(base, plan)

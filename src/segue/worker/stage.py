@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,6 +143,17 @@ class StageRunner:
         )
         self.engine.add(request)
         self.visits[request.request_id] = visit
+
+    def load(self, stats: Mapping[str, float]) -> dict[str, float]:
+        """Return gauges of its requests. `stats`: the engine's. A request waits if it has input, the engine has made
+        nothing of it, and the engine says that some wait."""
+        now, age = time.monotonic(), 0.0
+        if stats.get("waiting"):
+            age = max(
+                (now - visit.started for visit in self.visits.values() if visit.started and not visit.first),
+                default=0.0,
+            )
+        return {"requests": float(len(self.visits)), "queue_age_seconds": age}
 
     def emission(self, visit: Visit, output: StageOutput) -> Emission | None:
         """Return the report of an output to the orchestrator, or None if there is nothing to report."""

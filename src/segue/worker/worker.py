@@ -389,7 +389,7 @@ class Worker:
 
     def report(self) -> None:
         engines = {
-            name: {**stage.engine.stats(), "requests": float(len(stage.visits))} for name, stage in self.stages.items()
+            name: {**(stats := stage.engine.stats()), **stage.load(stats)} for name, stage in self.stages.items()
         }
         held: dict[str, float] = {
             "retained_bytes": self.outbox.retained.in_memory,

@@ -55,6 +55,7 @@ def test_together_in_chunks_preempted_and_from_the_prefix_cache(system: System, 
     for output, request in zip(system.ask(*(prompt(*request) for request in REQUESTS)), REQUESTS, strict=True):
         check(author, output, *request)
     assert counted(system, "preemptions_total") > 0
+    assert output.usage.prompt_modalities == {"image": PER_FRAME, "actions": 4 * 6}
     hits = counted(system, "prefix_hit_tokens_total")
     frames, actions = REQUESTS[0]
     [again] = system.ask(prompt(frames, actions))

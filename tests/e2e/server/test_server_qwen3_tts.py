@@ -13,6 +13,7 @@ import openai
 import pytest
 from safetensors.numpy import load_file
 from server_process import Served, served, tiny
+from websockets.sync.client import connect
 
 GOLDEN = Path(__file__).parents[2] / "models" / "speech" / "qwen3_tts" / "golden"
 EVERY = 7
@@ -57,6 +58,39 @@ def test_a_text_that_is_still_being_written(server: Served) -> None:
     assert answer.status_code == 200, answer.text
     samples = np.frombuffer(answer.content, "<i2") / 32768
     expected = load_file(GOLDEN / "golden.safetensors")["arriving.samples"]
+    assert len(samples[::EVERY]) == len(expected)
+    assert float(np.abs(samples[::EVERY] - expected).max()) < 2e-4
+
+
+def test_the_same_over_a_websocket(server: Served) -> None:
+    """Letter by letter: the audio of the body, without a gap, as one sentence."""
+    case = CASES["arriving"]
+    config = {
+        "type": "session.config",
+        "voice": case["given"]["speaker"].title(),
+        "response_format": "pcm",
+        "stream_audio": True,
+        "sampling": {"talker": {"temperature": 0, "max_tokens": case["max_tokens"]}},
+    }
+    letters = [{"type": "input.text", "text": letter} for letter in case["given"]["text"]]
+    url = server.url.replace("http", "ws", 1) + "/v1/audio/speech/stream"
+    audio, starts = b"", 0
+    with connect(url, max_size=None, open_timeout=120, proxy=None) as socket:
+        for message in (config, *letters, {"type": "input.done"}):
+            socket.send(json.dumps(message))
+        while True:
+            message = socket.recv(timeout=240)
+            if isinstance(message, bytes):
+                audio += message
+                continue
+            kind = json.loads(message)["type"]
+            assert kind != "error", message
+            starts += kind == "audio.start"
+            if kind == "session.done":
+                break
+    samples = np.frombuffer(audio, "<i2") / 32768
+    expected = load_file(GOLDEN / "golden.safetensors")["arriving.samples"]
+    assert starts == 1
     assert len(samples[::EVERY]) == len(expected)
     assert float(np.abs(samples[::EVERY] - expected).max()) < 2e-4
 

@@ -37,6 +37,7 @@ text such as `64MiB` and `1GB`.
         scheduling: fcfs                  # fcfs (arrival), priority (then arrival), fair (shares between tenants)
         speculation: {method: ngram, tokens: 4}     # or draft, eagle, medusa with a model; or mtp
         sampling: {temperature: 0.7}      # overrides the family's defaults; the request overrides it
+    skip_tokenizer_init: false            # true: load no tokenizer; prompts and replies are token ids
     edges:
       - {from: thinker, to: talker, connector: shm, budget: 64MiB}     # budget: bytes sent and not yet consumed
     runtime:
@@ -44,6 +45,7 @@ text such as `64MiB` and `1GB`.
         shm: {name: SharedMemoryConnector, extra: {shm_threshold_bytes: 65536, pool_bytes: 64MiB, max_bytes: 512MiB}}
     limits: {max_waiting: 2048, max_retries: 2, default_deadline: null, retained_bytes: 256MiB, drain_seconds: 10,
              hang_seconds: 600}
+    moves: {queue_age: 5, cooldown: 60}   # seconds a request waits before its stage gets a worker; off without the key
 
 Of these, diffusion stages have `scheduling` (fcfs or priority), `compile`, `quantization` and `attention` (auto,
 native, cudnn, flash, flash_3, sage, xformers), `gguf: model.gguf` (weights from that file), `offload: layerwise`
@@ -164,6 +166,16 @@ class Limits(RequestLimits):
 
 
 @dataclass(frozen=True, slots=True)
+class MovePolicy:
+    """When a worker moves to a stage whose requests wait, from one where none do."""
+
+    queue_age: float
+    """A stage gets a worker when a request has waited in its queue for this many seconds."""
+    cooldown: float
+    """Seconds between the end of a move and the next one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A graph with its deployment."""
 
@@ -176,6 +188,10 @@ class Plan:
     """The stages of each worker, in topological order; most groups have one."""
     limits: Limits
     hardware: Hardware
+    moves: MovePolicy | None = None
+    """None: workers move only on command."""
+    skip_tokenizer_init: bool = False
+    """Load no tokenizer: prompts and replies are token ids."""
     said: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Stage → key (devices, dtype, memory_share) → path of the deployment's or caller's setting. Missing keys were
     chosen automatically."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from segue.graph.deployment.deployment import Hardware, Limits, Plan
-from segue.graph.deployment.section import Section
+from segue.graph.deployment.deployment import Hardware, Limits, MovePolicy, Plan
+from segue.graph.deployment.section import Section, wrong
 from segue.graph.deployment.stage_plan import CPU, StagePlan
 from segue.graph.deployment.written import Written, read
 from segue.graph.kinds.kind import ORDERS, EngineKind
@@ -32,12 +32,13 @@ def load_plan(
     *,
     hardware: Hardware | None = None,
     overrides: Mapping[str, Any] | None = None,
+    skip_tokenizer_init: bool = False,
 ) -> Plan:
     """Make the plan of a graph.
 
     `deployment` is a file or its parsed contents; without one, everything is chosen by the hardware. `hardware`
     defaults to this machine's. `overrides` are keys of a stage, from the command line or the caller, that override the
-    deployment's `defaults`, e.g. {"dtype": "float32"}.
+    deployment's `defaults`, e.g. {"dtype": "float32"}; `skip_tokenizer_init`: true overrides the deployment's.
     Raises `ConfigError` naming the key's path and the remedy.
     """
     graph.validate()
@@ -59,8 +60,19 @@ def load_plan(
         groups=groups,
         limits=_limits(written.limits),
         hardware=machine,
+        moves=_moves(written.moves),
+        skip_tokenizer_init=skip_tokenizer_init or written.skip_tokenizer_init,
         said={name: _said(written.stages[name]) for name in graph.topological()},
     )
+
+
+def _moves(section: Section | None) -> MovePolicy | None:
+    if section is None:
+        return None
+    queue_age = section.number("queue_age", None)
+    if queue_age is None:
+        raise wrong(section.at("queue_age"), None, "a number of seconds above 0")
+    return MovePolicy(queue_age, section.number("cooldown", 60.0))
 
 
 def _said(section: Section) -> dict[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from segue.graph.deployment.deployment import Hardware, Limits
+from segue.graph.deployment.deployment import Hardware, Limits, MovePolicy
 from segue.graph.deployment.section import Section, as_mapping, wrong
 from segue.graph.deployment.stage_plan import CPU, ROUTINGS
 from segue.graph.kinds.registry import kind_keys, kind_of, kinds, rank_keys
@@ -15,8 +15,19 @@ from segue.graph.parts import is_built_in, member_of, own_name
 from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import ConfigError, nearest
 
-TOP_KEYS = ("defaults", "stages", "stage_args", "edges", "connectors", "runtime", "limits")
+TOP_KEYS = (
+    "defaults",
+    "stages",
+    "stage_args",
+    "edges",
+    "connectors",
+    "runtime",
+    "limits",
+    "moves",
+    "skip_tokenizer_init",
+)
 LIMIT_KEYS = tuple(field.name for field in fields(Limits))
+MOVE_KEYS = tuple(field.name for field in fields(MovePolicy))
 _OF_EVERY_STAGE = (
     "devices",
     "replicas",
@@ -74,8 +85,10 @@ class Written:
     wires: list[Wire]
     connectors: dict[str, Section]
     limits: Section
+    moves: Section | None
     defaults: Section
     """The caller's overrides over the file's `defaults`."""
+    skip_tokenizer_init: bool
 
 
 def stage_keys() -> tuple[str, ...]:
@@ -103,7 +116,10 @@ def read(graph: StageGraph, values: object, overrides: Mapping[str, Any]) -> Wri
         own = graph.stages[name].without
         stages.setdefault(name, Section(f"stages.{name}", {}, (), below=None if is_built_in(name) else below, own=own))
     limits = Section("limits", top.mapping("limits"), LIMIT_KEYS)
-    return Written(stages, wires, dict(_connectors(top)), limits, below)
+    _, policy = top.find("moves")
+    moves = None if policy is None else Section("moves", policy, MOVE_KEYS)
+    skips = top.flag("skip_tokenizer_init", False)
+    return Written(stages, wires, dict(_connectors(top)), limits, moves, below, skips)
 
 
 def _stage_entries(graph: StageGraph, top: Section) -> Iterator[tuple[str, str, object, tuple[str, ...]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from segue.graph.deployment.deployment import MiB, Plan
 from segue.graph.kinds.registry import kind_of, shares_weights
@@ -21,7 +20,7 @@ def further_workers(plan: Plan, weights: Mapping[str, int]) -> str:
 
 def _row(plan: Plan, group: tuple[str, ...], weights: Mapping[str, int]) -> list[str]:
     stages = [plan.stages[name] for name in group]
-    shared = all(shares_weights(replace(stage, replicas=stage.replicas + 1)) for stage in stages)
+    shared = all(shares_weights(stage, stage.replicas + 1) for stage in stages)
     known = all(name in weights for name in group)
     mine = sum(weights[name] for name in group) if known else 0
     written = _size(mine) if known else "not known"

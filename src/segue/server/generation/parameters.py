@@ -16,6 +16,7 @@ from segue.messages.limits import check_carried
 from segue.messages.request import check_priority
 from segue.messages.sampling import SamplingParams
 from segue.orchestrator.service import ModelCard
+from segue.orchestrator.tokenless import refusal
 from segue.server.generation.format import GUIDED
 from segue.server.http.body import check_names, check_unsupported, convert
 from segue.server.http.errors import ModelNotFound, Unsupported
@@ -159,6 +160,18 @@ def answering_fields(
         "wants_prompt_logprobs": body.prompt_logprobs is not None,
         "written": _written(body, card.text_stage, named or {}),
     }
+
+
+def check_without_tokenizer(body: CommonBody, card: ModelCard, *, text: bool, logprobs: bool) -> None:
+    """Raise `InvalidRequest` for an answer with text from a deployment that loads no tokenizer. `text`, `logprobs`:
+    the client wants text, log-probabilities of it."""
+    if card.tokenizer or not text:
+        return
+    if not body.return_token_ids:
+        raise refusal("return_token_ids", "is not true, but the answer has no text", "set it to true")
+    if logprobs and not body.return_tokens_as_token_ids:
+        right = "set return_tokens_as_token_ids to true"
+        raise refusal("logprobs", "name tokens by their text", right)
 
 
 def new_id(prefix: str) -> str:

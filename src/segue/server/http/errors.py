@@ -68,6 +68,14 @@ class Unauthorized(SegueError):
     code = "invalid_api_key"
 
 
+class Forbidden(SegueError):
+    """The API key is valid, but does not allow this."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "forbidden"
+
+
 class Unsupported(InvalidRequest):
     """A known parameter that this server does not support."""
 

@@ -1,4 +1,4 @@
-"""Endpoints for operators: health and metrics, and the OpenAPI document with the types of all answers.
+"""Endpoints for operators: health, metrics, moves of workers, and the OpenAPI document with the types of all answers.
 
-Doors: `health`, `openapi`.
+Doors: `health`, `moves`, `openapi`.
 """

@@ -599,5 +599,12 @@ class HealthAnswer(TypedDict):
     stages: dict[str, StageHealth]
 
 
+class MovedWorker(TypedDict):
+    from_stage: str
+    to_stage: str
+    worker: str
+    seconds: float
+
+
 class Version(TypedDict):
     version: str

@@ -23,6 +23,7 @@ from segue.server.openai.images.request import EditBody, ImageBody
 from segue.server.openai.responses.request import ResponsesBody
 from segue.server.openai.videos.request import VideoBody
 from segue.server.operations import answers
+from segue.server.operations.moves import MoveWorkerBody
 from segue.server.vllm.lora import LoadLoraBody, UnloadLoraBody
 from segue.server.vllm.pooling import ClassifyBody, PoolingBody
 from segue.server.vllm.scores import RerankBody, ScoreBody
@@ -129,6 +130,7 @@ POST: dict[str, Post] = {
     "/tokenize": Post("A prompt or messages as token ids.", TokenizeBody, answers.Tokens),
     "/detokenize": Post("The text of token ids.", DetokenizeBody, answers.Detokenized),
     "/v1/load_lora_adapter": Post("Load a LoRA adapter.", LoadLoraBody, "text/plain"),
+    "/v1/move_worker": Post("Move a worker from one stage to another.", MoveWorkerBody, answers.MovedWorker),
     "/v1/unload_lora_adapter": Post("Unload a LoRA adapter.", UnloadLoraBody, "text/plain"),
 }
 GET: dict[str, tuple[Any, str]] = {

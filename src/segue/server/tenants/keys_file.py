@@ -6,6 +6,7 @@ A file with one word, as secrets are mounted, is a key for everyone. Otherwise i
       key: sk-alice-…                  # or a list of keys, all valid
       share: 2                         # of stages with `scheduling: fair`; default: 1
       priority: true                   # its requests may have a priority; default: false
+      operator: true                   # it may move workers; default: false
       max_requests: 8                  # at once
       requests_per_minute: 600
       tokens_per_minute: 100000
@@ -30,7 +31,7 @@ from segue.graph.deployment.section import Section
 from segue.messages.errors import ConfigError, nearest
 from segue.server.tenants.tenants import Tenant, digest
 
-KEYS = ("key", "sha256", "share", "priority", "max_requests", "requests_per_minute", "tokens_per_minute")
+KEYS = ("key", "sha256", "share", "priority", "operator", "max_requests", "requests_per_minute", "tokens_per_minute")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 """No slash: adapter names are prefixed with the tenant's name and a slash."""
 KEY = re.compile(r"[\x21-\x7e]+")
@@ -40,6 +41,7 @@ _COUNT = "an integer of at least 1"
 _RIGHT = {
     "share": "a number above 0 and at most 1000",
     "priority": "true or false",
+    "operator": "true or false",
     "max_requests": _COUNT,
     "requests_per_minute": _COUNT,
     "tokens_per_minute": _COUNT,
@@ -58,7 +60,7 @@ def read_keys(path: Path) -> tuple[Tenant, ...]:
         raise ConfigError(f"--api-keys {str(path)!r} cannot be read: {why}", field="api_keys") from error
     word = text.strip()
     if KEY.fullmatch(word) and not word.startswith("{"):
-        tenants: tuple[Tenant, ...] = (Tenant(name="", digests=(digest(word),), priority=True),)
+        tenants: tuple[Tenant, ...] = (Tenant(name="", digests=(digest(word),), priority=True, operator=True),)
         plain = True
     else:
         tenants, plain = _tenants(path, text)
@@ -114,6 +116,7 @@ def _tenant(path: Path, name: yaml.ScalarNode, node: yaml.MappingNode) -> Tenant
             digests=tuple(digests),
             share=section.number("share", 1.0, most=1000),
             priority=section.flag("priority", False),
+            operator=section.flag("operator", False),
             max_requests=section.integer("max_requests", None),
             requests_per_minute=section.integer("requests_per_minute", None),
             tokens_per_minute=section.integer("tokens_per_minute", None),

@@ -10,7 +10,7 @@ import msgspec
 from segue.messages.deltas import Delta, Finished, TextDelta
 from segue.messages.errors import InvalidRequest, NotFound, SegueError, nearest, shown
 from segue.messages.request import Request, TextPart
-from segue.orchestrator.service import Health, ModelCard, Service
+from segue.orchestrator.service import Health, ModelCard, MovedWorker, Service
 from segue.server.tenants.tenants import NOBODY, Account, Tenants, caller, calling
 
 _CHARACTERS = 4
@@ -95,6 +95,9 @@ class TenantService:
             raise NotFound(f"there is no LoRA adapter {name!r}{nearest(name, visible)}", field="lora_name")
         await self._service.unload_lora(own)
         self._loaded.pop(own, None)
+
+    async def move_worker(self, from_stage: str, to_stage: str) -> MovedWorker:
+        return await self._service.move_worker(from_stage, to_stage)
 
     def _own(self, name: str) -> str:
         """The service's name of an adapter that the caller loads; a caller without a name is the operator."""

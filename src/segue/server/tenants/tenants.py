@@ -34,6 +34,8 @@ class Tenant:
     """Weight in fair scheduling: a tenant with 2 gets twice the share of one with 1."""
     priority: bool = False
     """Its requests may have a priority, if the deployment schedules by priority."""
+    operator: bool = False
+    """It may move workers."""
     max_requests: int | None = None
     """Most concurrent requests."""
     requests_per_minute: int | None = None
@@ -161,7 +163,7 @@ class Call:
                 self.account.running -= 1
 
 
-NOBODY = Call(Account(Tenant(name="", priority=True)), counted=False)
+NOBODY = Call(Account(Tenant(name="", priority=True, operator=True)), counted=False)
 """The call if there are no keys, or for jobs that an earlier server began."""
 calling: ContextVar[Call] = ContextVar("calling", default=NOBODY)
 """The HTTP request that is being answered."""
@@ -178,7 +180,7 @@ class Tenants:
     def __init__(self, tenants: tuple[Tenant, ...], api_key: str | None) -> None:
         """`api_key`: a key for everyone."""
         if api_key is not None:
-            tenants = (*tenants, Tenant(name="", digests=(digest(api_key),), priority=True))
+            tenants = (*tenants, Tenant(name="", digests=(digest(api_key),), priority=True, operator=True))
         self._accounts = {tenant.name: Account(tenant) for tenant in tenants}
 
     def __bool__(self) -> bool:

@@ -20,6 +20,7 @@ from segue.messages.errors import InvalidRequest, SegueError, StageFailed
 from segue.messages.request import Request
 from segue.models.shared.text.chat_template import SPECIAL_TOKENS
 from segue.orchestrator.service import ModelCard, Service
+from segue.orchestrator.tokenless import refusal
 from segue.server.generation.generations import deadline_of
 from segue.server.generation.parameters import as_written, check_model, checked_token_ids
 from segue.server.http.body import check_names, check_unsupported, convert, read_json
@@ -89,6 +90,8 @@ def add_tokenize(app: FastAPI, service: Service, settings: ServerSettings, check
         body = convert(values, DetokenizeBody)
         if body.model is not None:
             check_model(body.model, service.card, settings)
+        if not service.card.tokenizer:
+            raise refusal("tokens", "cannot be made text", "decode them yourself")
         if not body.tokens:
             return json_response({"prompt": ""})
         card = service.card

@@ -152,6 +152,56 @@ def test_it_says_sentences_while_texts_are_written(server: Live) -> None:
     assert len({request.request_id for request in asked}) == 4
 
 
+def heard(client: ClientConnection, expected: bytes) -> None:
+    """The next pieces of audio are these."""
+    audio = b""
+    while len(audio) < len(expected):
+        audio += received(client)
+    assert audio == expected
+
+
+def goes_on(script: Any = speak) -> FakeService:
+    made = service(script)
+    made.card.says = TextToSpeech(appends=True)
+    return made
+
+
+def test_a_model_that_goes_on_gets_the_text_as_it_arrives() -> None:
+    """One request per text; a word is said when the character after it has come."""
+    with live(goes_on(), ServerSettings(drain_seconds=1)) as server, opened(server) as client:
+        send(client, PCM, "  One is")
+        assert received(client) == start(0, 0, "One")
+        heard(client, pcm("One"))
+        send(client, " here. T")
+        heard(client, pcm(" is here"))
+        send(client, "wo", DONE)
+        heard(client, pcm(". Two"))
+        *_, last, end = up_to(client, "session.done")
+        assert last == {**done(0, 0, "One"), "total_bytes": 3 * len(pcm("One"))}
+        assert end == {"type": "session.done", "utterance_index": 0, "total_sentences": 1}
+        send(client, {**PCM, "split_granularity": "sentence"}, "One. Two.", DONE)
+        said = [message for message in up_to(client, "session.done") if not isinstance(message, bytes)]
+        assert [one["sentence_text"] for one in said if one["type"] == "audio.start"] == ["One.", "Two."]
+        assert [text_of(request) for request in server.service.requests] == ["One", "One.", "Two."]
+        send(client, PCM, "Words of a sentence. " * 60, DONE)
+        assert up_to(client, "session.done")[-1]["total_sentences"] == 2, "passages"
+        send(client, PCM, "Three is her")
+        send(client, {"type": "session.close"})
+        assert up_to(client, "audio.done")[1] == pcm("Three is")
+        assert ended(client)[1] == 1000
+
+
+def test_a_passage_that_fails_is_said_no_further() -> None:
+    with live(goes_on(), ServerSettings(drain_seconds=1)) as server, opened(server) as client:
+        send(client, PCM, "Fail is")
+        *_, error, last = up_to(client, "audio.done")
+        assert (error["type"], last["error"]) == ("error", True)
+        send(client, " here. " * 20, DONE, "One is here", DONE)
+        assert up_to(client, "session.done")[-1]["utterance_index"] == 0
+        *_, last, end = up_to(client, "session.done")
+        assert (last["error"], end["utterance_index"]) == (False, 1)
+
+
 def test_a_sentence_that_fails_or_a_wrong_message_ends_no_session(server: Live) -> None:
     with opened(server) as client:
         send(client, PCM, "Fail now.\n\nOne.", DONE)

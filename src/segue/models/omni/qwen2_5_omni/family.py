@@ -14,6 +14,7 @@ FAMILY = Family(
     name="qwen2_5_omni",
     architectures=frozenset({"Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel"}),
     graph=graph,
+    skips_tokenizer=True,
     stages_module="segue.models.omni.qwen2_5_omni.stages",
     reference_module="segue.models.omni.qwen2_5_omni.reference",
     says=says,

@@ -23,7 +23,7 @@ from segue.models.shared.decoder.decoder import PagedDecoder
 from segue.models.shared.decoder.generation import context_length, default_sampling
 from segue.models.shared.lora import named_adapter, with_adapter
 from segue.models.shared.omni.say import given_reply
-from segue.models.shared.text.tokenizer import decode, load_tokenizer, vocabulary_of
+from segue.models.shared.text.tokenizer import decode, tokenizer_for, vocabulary_of
 
 MEDIA_ROWS = "media_rows"
 """`Prompt.extras`: [T] bool, true where the embedding is a row of a medium."""
@@ -72,7 +72,7 @@ class Thinker:
         self.lora = self._decoder.lora
         self.library_decoder = self._decoder.model
         self._positions = Positions(thinker)
-        self._tokenizer = load_tokenizer(ctx.model_dir)
+        self._tokenizer = tokenizer_for(ctx)
         self.vocabulary = vocabulary_of(self._tokenizer)
         self._kinds = {
             thinker.image_token_id: "image",

@@ -35,6 +35,7 @@ FAMILY = Family(
     name="qwen3_omni",
     architectures=frozenset({"Qwen3OmniMoeForConditionalGeneration"}),
     graph=graph,
+    skips_tokenizer=True,
     stages_module="segue.models.omni.qwen3_omni.stages",
     reference_module="segue.models.omni.qwen3_omni.reference",
     says=says,

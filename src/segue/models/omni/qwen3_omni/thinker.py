@@ -26,7 +26,7 @@ from segue.models.shared.decoder.deep_features import deep_features
 from segue.models.shared.decoder.generation import context_length, default_sampling, generation_in
 from segue.models.shared.lora import named_adapter, with_adapter
 from segue.models.shared.omni.say import given_reply
-from segue.models.shared.text.tokenizer import decode, load_tokenizer, vocabulary_of
+from segue.models.shared.text.tokenizer import decode, tokenizer_for, vocabulary_of
 
 
 class _Layer:
@@ -93,7 +93,7 @@ class Thinker:
         self.lora = self._decoder.lora
         self.library_decoder = self._decoder.model
         self._middle_layer = _Layer(self._decoder.model, config) if config.enable_audio_output else None
-        self._tokenizer = load_tokenizer(ctx.model_dir)
+        self._tokenizer = tokenizer_for(ctx)
         self.vocabulary = vocabulary_of(self._tokenizer)
         self.device = self._decoder.device
         self._prompt = Prompts(thinker, self._decoder.embed, self.device)

@@ -69,7 +69,8 @@ class OmniInput(InputStage):
         self._longest = ctx.max_model_len or int(text.get("max_position_embeddings", 32768))
         self._limits = MediaLimits.from_options(ctx.options.get("limits", {}))
         self.budget = self._limits.budget
-        self._chat: Chat | None = load_chat(ctx.model_dir, processor_class, placeholders)
+        skips = ctx.skip_tokenizer_init
+        self._chat: Chat | None = None if skips else load_chat(ctx.model_dir, processor_class, placeholders)
         self._reader = reader(self._chat, self._limits) if self._chat is not None else None
         self._voices = voices
         self._speaks_as = speaks_as

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError
 from segue.models.shared.checkpoint.files import check_objects
 from segue.models.shared.library import AutoTokenizer, PreTrainedTokenizerBase
@@ -102,6 +103,11 @@ def load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase | None:
     except Exception as error:
         check_objects(model_dir, _FILES)
         raise ConfigError(f"{model_dir}: the tokenizer cannot be read: {error}", field="model") from error
+
+
+def tokenizer_for(ctx: LoadContext) -> PreTrainedTokenizerBase | None:
+    """The checkpoint's tokenizer, for stage models that also run without one; None if the deployment loads none."""
+    return None if ctx.skip_tokenizer_init else load_tokenizer(ctx.model_dir)
 
 
 @dataclass(frozen=True, slots=True)

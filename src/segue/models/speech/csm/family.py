@@ -25,6 +25,7 @@ FAMILY = Family(
     name="csm",
     architectures=frozenset({"CsmForConditionalGeneration"}),
     graph=graph,
+    skips_tokenizer=True,
     stages_module="segue.models.speech.csm.stages",
     reference_module="segue.models.speech.csm.reference",
     says=lambda config, model_dir: TextToSpeech(cloning=True),

@@ -34,7 +34,7 @@ from segue.models.shared.text.prompt import (
     tokenized,
     truncated,
 )
-from segue.models.shared.text.tokenizer import load_tokenizer
+from segue.models.shared.text.tokenizer import tokenizer_for
 from segue.models.speech.csm.family import speaker
 from segue.models.speech.csm.loading import load_config
 
@@ -57,7 +57,7 @@ class InputProcessor(InputStage):
         self._audio = [config.audio_token_id, config.audio_eos_token_id]
         self._limits = MediaLimits.from_options(ctx.options.get("limits", {}))
         self.budget = self._limits.budget
-        self._tokenizer: Any = load_tokenizer(ctx.model_dir)
+        self._tokenizer: Any = tokenizer_for(ctx)
         if self._tokenizer is not None and None in self._ends():
             raise ConfigError(
                 f"{ctx.model_dir}: the tokenizer has no bos_token or no eos_token, which enclose each text",

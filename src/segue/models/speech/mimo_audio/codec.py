@@ -10,6 +10,8 @@ norm over all frames follows each transposed convolution, so every sample depend
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -68,6 +70,10 @@ class Codebook(nn.Module):
         far = x_BnC.square().sum(-1, keepdim=True) - 2 * x_BnC @ self.embed.T + self.embed.square().sum(-1)
         return far.argmin(-1)
 
+    def vectors(self, codes: Tensor) -> Tensor:
+        """[B, n] codes → [B, n, C]."""
+        return self.embed[codes]
+
 
 class Quantizer(nn.Module):
     """The first codebooks of the residual quantizer: those whose codes the language model has."""
@@ -76,18 +82,21 @@ class Quantizer(nn.Module):
         super().__init__()
         self.books = nn.ModuleList(Codebook(codec.codes_of(channel), codec.d_model) for channel in range(channels))
 
+    @property
+    def _books(self) -> Iterator[Codebook]:
+        return (book for book in self.books if isinstance(book, Codebook))
+
     def encode(self, x_BnC: Tensor) -> Tensor:
         """[B, n, C] → [B, n, K]."""
         codes = []
-        for book in self.books:
-            assert isinstance(book, Codebook)
+        for book in self._books:
             codes.append(book.nearest(x_BnC))
-            x_BnC = x_BnC - book.embed[codes[-1]]
+            x_BnC = x_BnC - book.vectors(codes[-1])
         return torch.stack(codes, dim=-1)
 
     def decode(self, codes_BnK: Tensor) -> Tensor:
         """[B, n, K] → [B, n, C]."""
-        vectors = [book.embed[codes_BnK[..., channel]] for channel, book in enumerate(self.books)]
+        vectors = [book.vectors(codes_BnK[..., channel]) for channel, book in enumerate(self._books)]
         return torch.stack(vectors).sum(0)
 
 
@@ -123,7 +132,7 @@ class Encoder(nn.Module):
             mel = functional.pad(mel, (0, codec.stride_size))
         x = functional.gelu(self.conv2(functional.gelu(self.conv1(mel[None])))).transpose(1, 2)
         x = x[:, : -(-length // codec.stride_size)]
-        rotary = _rotary(x, codec, self.layers[0].self_attn.heads)
+        rotary = _rotary(x, codec, codec.encoder_attention_heads)
         mask = window_mask(x, codec.encoder_attn_window_size, causal=codec.encoder_causal)
         early: Tensor | float = 0.0
         for number, layer in enumerate(self.layers, 1):
@@ -169,7 +178,7 @@ class Vocos(nn.Module):
     def forward(self, mel_BtM: Tensor) -> Tensor:
         """[B, t, mels] → [B, samples]."""
         x = self.embeddings(mel_BtM)
-        rotary = _rotary(x, self.codec, self.layers[0].self_attn.heads)
+        rotary = _rotary(x, self.codec, self.codec.vocoder_attention_heads)
         mask = window_mask(x, self.codec.vocoder_attn_window_size, causal=False)
         for layer in self.layers:
             x = layer(x, rotary, mask)
@@ -195,7 +204,7 @@ class Decoder(nn.Module):
     def forward(self, codes_BnK: Tensor) -> Tensor:
         """[B, n, K] → [B, samples]."""
         x = self.dconv1(self.quantizer.decode(codes_BnK))
-        rotary = _rotary(x, self.codec, self.layers[0].self_attn.heads)
+        rotary = _rotary(x, self.codec, self.codec.decoder_attention_heads)
         mask = window_mask(x, self.codec.decoder_attn_window_size, causal=self.codec.decoder_causal)
         for layer in self.layers:
             x = layer(x, rotary, mask)

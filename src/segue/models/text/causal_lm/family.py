@@ -37,6 +37,7 @@ FAMILY = Family(
     architectures=frozenset(),
     claims=claims,
     graph=graph,
+    skips_tokenizer=True,
     stages_module="segue.models.text.causal_lm.stages",
     reference_module="segue.models.text.causal_lm.reference",
     chats=chats,

@@ -27,7 +27,7 @@ from segue.models.shared.text.prompt import (
     truncated,
 )
 from segue.models.shared.text.prompt_embeds import check_idless, check_marked, in_place, read_embeds, read_parts
-from segue.models.shared.text.tokenizer import load_tokenizer, marked_tokenizer
+from segue.models.shared.text.tokenizer import marked_tokenizer, tokenizer_for
 
 _TEXT_STAGE = "llm"
 
@@ -44,10 +44,11 @@ class InputProcessor(InputStage):
         # a decoder may have narrower embeddings, which it projects to its hidden size (OPT)
         self._width: int = config.word_embed_proj_dim if "word_embed_proj_dim" in config else config.hidden_size
         self._most_bytes: int = ctx.options.get("max_prompt_embeds_bytes", 0)
-        self._tokenizer = load_tokenizer(ctx.model_dir)
+        self._tokenizer = tokenizer_for(ctx)
         template = read_chat_template(ctx.model_dir)
         self._template = None if template is None else template.text
-        self._marked = marked_tokenizer(ctx.model_dir) if self._most_bytes and self._template is not None else None
+        marks = self._most_bytes and self._template is not None and self._tokenizer is not None
+        self._marked = marked_tokenizer(ctx.model_dir) if marks else None
 
     def process(self, request: Request) -> Payload:
         """The payload of one request. Raises `InvalidRequest` with the field, its value and the accepted values."""

@@ -19,7 +19,7 @@ from segue.models.shared.input_stage import THEN
 from segue.models.shared.library import PreTrainedModel
 from segue.models.shared.lora import named_adapter, with_adapter
 from segue.models.shared.text.prompt_embeds import NO_TOKEN, identity_of, runs_of
-from segue.models.shared.text.tokenizer import decode, load_tokenizer, vocabulary_of
+from segue.models.shared.text.tokenizer import decode, tokenizer_for, vocabulary_of
 
 
 class LLM:
@@ -35,7 +35,7 @@ class LLM:
         self._decoder = _decoder(ctx, load_model(ctx, config))
         self.recordable = not self._decoder.kv.gathered
         self.lora = self._decoder.lora
-        self._tokenizer = load_tokenizer(ctx.model_dir)
+        self._tokenizer = tokenizer_for(ctx)
         self.vocabulary = vocabulary_of(self._tokenizer)
         self.library_decoder = self._decoder.model
         self.device = self._decoder.device

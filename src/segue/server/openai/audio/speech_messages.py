@@ -25,7 +25,8 @@ from segue.server.settings import ServerSettings
 FROM_CLIENT = ("session.config", "input.text", "input.done", "session.close")
 """Values of a client's `type`."""
 SPLITS = ("sentence", "none")
-"""Values of `split_granularity`, the default first."""
+"""Values of `split_granularity`. By default a text goes on, if the model takes text that is appended to a running
+request; else it is said by sentences."""
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "stream_format": (),
     "task_type": (),
@@ -53,7 +54,9 @@ class SessionConfig:
     asked: SpeechRequest
     stream_audio: bool
     split: bool
-    """Say a text by sentences while it arrives, instead of whole when it is complete."""
+    """Say a text while it arrives, instead of whole when it is complete."""
+    goes_on: bool
+    """Say it by one generation that its text is appended to, instead of by sentences."""
     checked: float
     """Unix time, from which the request's deadline counts."""
 
@@ -69,14 +72,15 @@ def session_config(values: dict[str, Any], card: ModelCard, settings: ServerSett
     """Convert a `session.config`, without its `type`. Blocking (`ref_audio`). Raises `InvalidRequest`."""
     checked = time.time()
     own = parse_body(values, SessionOptions, _UNSUPPORTED, {})
-    split = SPLITS[0] if own.split_granularity is None else own.split_granularity
-    if split not in SPLITS:
+    split = own.split_granularity
+    if split is not None and split not in SPLITS:
         raise wrong("split_granularity", split, f"one of {', '.join(SPLITS)}{nearest(split, SPLITS)}")
     options = {name: value for name, value in values.items() if name in SpeechOptions.__struct_fields__}
     if own.response_format is None:
         options["response_format"] = "wav"
     asked = speech_options(options, card, settings)
-    return SessionConfig(asked, bool(own.stream_audio), split == "sentence", checked)
+    goes_on = split is None and card.says is not None and card.says.appends
+    return SessionConfig(asked, bool(own.stream_audio), split != "none", goes_on, checked)
 
 
 def client_message(text: str | None, limits: RequestLimits) -> tuple[str, dict[str, Any]]:

@@ -17,8 +17,9 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from segue.messages.errors import Cancelled, InvalidRequest, SegueError, TooLarge, wrong
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
-from segue.orchestrator.spoken.passages import MOST_SENTENCES, in_turn
+from segue.orchestrator.spoken.passages import MOST_SENTENCES, Passage, in_turn
 from segue.orchestrator.spoken.sentences import Sentences
+from segue.orchestrator.spoken.words import Words
 from segue.server.http.checking import Checking
 from segue.server.http.disconnect import CLIENT_GONE
 from segue.server.http.errors import UploadTimeout
@@ -52,22 +53,26 @@ class _Text:
     characters: int = 0
     sentences: int = 0
     splitter: Sentences = field(default_factory=Sentences)
+    words: Words = field(default_factory=Words)
+    """Splits it, if it goes on."""
+    passage: _Unit | None = None
+    """The last one of a text that goes on; more may be appended."""
     whole: str = ""
     """What has arrived, if it is said whole."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Unit:
-    """A sentence to say, or the end of a text."""
+    """A sentence to say, a passage that goes on, or the end of a text."""
 
     text: _Text
     index: int
-    """Of the sentence in its text; of the end, the number of sentences."""
-    sentence: str | None
-
-    @property
-    def size(self) -> int:
-        return len(self.sentence or "")
+    """Of the sentence or passage in its text; of the end, their number."""
+    sentence: Passage | None
+    size: int = 0
+    """Characters that have arrived."""
+    over: bool = False
+    """Its last message has been sent."""
 
 
 class SessionTimeout(UploadTimeout):
@@ -175,6 +180,8 @@ class SpeechSession:
             self._config = await self._checking.run(session_config, values, self._service.card, self._settings)
             self._heard = asyncio.get_running_loop().time()  # a recording may have been fetched
         elif kind == "session.close":
+            if self._text is not None:
+                self._end_passage(self._text)
             self._closing, self._text = True, None
             self._units.put_nowait(None)
         elif self._config is None:
@@ -202,37 +209,70 @@ class SpeechSession:
         most = MOST_STREAMED if text.config.split else MOST_CHARACTERS
         if text.characters > most:
             raise TooLarge(f"the text has more than {most} characters; send input.done before", field="text")
-        if text.config.split:
+        if text.config.goes_on:
+            self._go_on(text, text.words.feed(piece))
+        elif text.config.split:
             for sentence in text.splitter.feed(piece):
-                self._give(text, sentence)
+                self._give(text, sentence.strip())
         else:
             text.whole += piece
 
     def _end(self, text: _Text) -> None:
-        for sentence in text.splitter.finish() if text.config.split else [text.whole]:
-            self._give(text, sentence)
+        if text.config.goes_on:
+            self._go_on(text, [*text.words.finish(), None])
+        else:
+            for sentence in text.splitter.finish() if text.config.split else [text.whole]:
+                self._give(text, sentence.strip())
         self._text = None
         self._put(_Unit(text, text.sentences, None))
 
+    def _go_on(self, text: _Text, pieces: list[str | None]) -> None:
+        """Append pieces to the passage, or begin another."""
+        for piece in pieces:
+            if piece is None:
+                self._end_passage(text)
+            elif text.passage is None:
+                text.passage = self._begun(text, piece.lstrip())
+            elif (passage := text.passage.sentence) is not None and not text.passage.over:
+                passage.put(piece)
+                text.passage.size += len(piece)
+                self._count(len(piece))
+
+    def _end_passage(self, text: _Text) -> None:
+        if text.passage is not None and text.passage.sentence is not None:
+            text.passage.sentence.put(None)
+        text.passage = None
+
     def _give(self, text: _Text, sentence: str) -> None:
-        if any(character.isalnum() for character in sentence):
-            if text.sentences >= MOST_SENTENCES:
-                raise TooLarge(
-                    f"the text has more than {MOST_SENTENCES} sentences; send input.done before", field="text"
-                )
-            self._put(_Unit(text, text.sentences, sentence.strip()))
-            text.sentences += 1
+        if (unit := self._begun(text, sentence)) is not None and unit.sentence is not None:
+            unit.sentence.put(None)
+
+    def _begun(self, text: _Text, words: str) -> _Unit | None:
+        """A new sentence or passage; None if there is nothing to say."""
+        if not any(character.isalnum() for character in words):
+            return None
+        if text.sentences >= MOST_SENTENCES:
+            raise TooLarge(f"the text has more than {MOST_SENTENCES} sentences; send input.done before", field="text")
+        passage = Passage()
+        passage.put(words)
+        unit = _Unit(text, text.sentences, passage, len(words))
+        text.sentences += 1
+        self._put(unit)
+        return unit
 
     def _put(self, unit: _Unit) -> None:
-        self._waiting += unit.size
+        self._count(unit.size)
+        self._given.append(unit)
+        self._units.put_nowait(unit)
+
+    def _count(self, characters: int) -> None:
+        self._waiting += characters
         if self._waiting > MOST_STREAMED or len(self._given) > MOST_SENTENCES:
             raise TooLarge(
                 f"more than {MOST_STREAMED} characters or {MOST_SENTENCES} sentences wait to be spoken; "
                 "send more once they have been spoken",
                 field="text",
             )
-        self._given.append(unit)
-        self._units.put_nowait(unit)
 
     async def _say(self) -> None:
         """Send the messages of all units, in their order; then close."""
@@ -240,7 +280,9 @@ class SpeechSession:
             async for frame in frames:
                 await self._send(frame)
                 if isinstance(frame, dict) and frame["type"] in ("audio.done", "session.done"):
-                    self._waiting -= self._given.popleft().size
+                    unit = self._given.popleft()
+                    unit.over = True
+                    self._waiting -= unit.size
                     self._said = asyncio.get_running_loop().time()
         await self._close(1000, "")
 
@@ -255,13 +297,15 @@ class SpeechSession:
             yield {"type": "session.done", "utterance_index": text.index, "total_sentences": unit.index}
             return
         where = {"utterance_index": text.index, "sentence_index": unit.index}
-        yield start_message(where, unit.sentence, text.config)
         size, failed = 0, False
         held: list[bytes] = []
-        request = text.config.request(unit.sentence, text.begun)
+        rest = unit.sentence.pieces()
+        first = await anext(rest)
+        yield start_message(where, first, text.config)
+        request = text.config.request(first, text.begun)
         try:
-            deltas = said(request, self._service, self._metrics)
-            async with aclosing(encoded(deltas)) as pieces:
+            deltas = said(request, self._service, self._metrics, rest if text.config.goes_on else None)
+            async with aclosing(rest), aclosing(encoded(deltas)) as pieces:
                 async for piece, _ in pieces:
                     size += len(piece)
                     if not text.config.stream_audio:

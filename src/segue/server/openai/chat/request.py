@@ -22,6 +22,7 @@ from segue.messages.limits import check_lists
 from segue.messages.request import BESIDE, MediaPart, Message, Request
 from segue.models.shared.dialects.dialect import Dialect
 from segue.orchestrator.service import ModelCard
+from segue.orchestrator.tokenless import refusal
 from segue.server.generation.parameters import (
     Answering,
     CommonBody,
@@ -29,6 +30,7 @@ from segue.server.generation.parameters import (
     answering_fields,
     as_written,
     check_model,
+    check_without_tokenizer,
     checked_token_ids,
     common_fields,
     named_as,
@@ -205,6 +207,13 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
             "detokenize is False, but calls are parsed from the text: leave out one of detokenize and tools",
             field="detokenize",
         )
+    if body.messages is not None and not card.tokenizer:
+        raise refusal("messages", "are text", "send prompt_token_ids")
+    check_without_tokenizer(
+        body, card, text="text" in modalities, logprobs=bool(body.logprobs or body.logprob_token_ids)
+    )
+    if body.tools and not card.tokenizer:
+        raise refusal("tools", "are given, but calls are parsed from text", "leave them out")
     named = _named(body, tools)
     sampling = sampling_of(
         body,

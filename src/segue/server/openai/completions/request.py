@@ -12,12 +12,14 @@ from segue.messages.errors import InvalidRequest
 from segue.messages.limits import check_count
 from segue.messages.request import BESIDE, Request
 from segue.orchestrator.service import ModelCard
+from segue.orchestrator.tokenless import refusal
 from segue.server.generation.parameters import (
     Answering,
     CommonBody,
     StreamOptions,
     answering_fields,
     check_model,
+    check_without_tokenizer,
     common_fields,
     new_id,
     parse_body,
@@ -99,6 +101,9 @@ def completion_request(values: dict[str, Any], card: ModelCard, settings: Server
         raise InvalidRequest("echo is true, but prompt_embeds has no text; leave one out", field="echo")
     if echo and body.truncate_prompt_tokens is not None:
         raise InvalidRequest("echo is true, but truncate_prompt_tokens cuts the prompt; give one", field="echo")
+    check_without_tokenizer(body, card, text=True, logprobs=logprobs is not None)
+    if echo and not card.tokenizer:
+        raise refusal("echo", "is true", "leave it out")
     of_prompt = logprobs if echo and body.prompt_logprobs is None else body.prompt_logprobs
     named = {} if body.prompt_logprobs is not None else {"prompt_logprobs": "logprobs"}
     sampling = sampling_of(
