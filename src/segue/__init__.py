@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from segue.messages.sampling import RepetitionDetection, SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:
+    from segue.models.model_graph import ModelGraph
     from segue.orchestrator.blocking import Omni
     from segue.orchestrator.omni import AsyncOmni
 
-__all__ = ["AsyncOmni", "Omni", "RepetitionDetection", "SamplingParams", "StructuredOutput"]
+__all__ = ["AsyncOmni", "ModelGraph", "Omni", "RepetitionDetection", "SamplingParams", "StructuredOutput"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,4 +24,8 @@ def __getattr__(name: str) -> Any:
         from segue.orchestrator.omni import AsyncOmni
 
         return AsyncOmni
+    if name == "ModelGraph":
+        from segue.models.model_graph import ModelGraph
+
+        return ModelGraph
     raise AttributeError(f"module 'segue' has no attribute {name!r}")

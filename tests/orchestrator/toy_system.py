@@ -28,6 +28,13 @@ def expected_ids(text: str, count: int = 20) -> list[int]:
     return ids
 
 
+def answer(text: str, count: int = 20) -> str:
+    """What the toy writes."""
+    from segue_toy.stages import text_of
+
+    return text_of([token for token in expected_ids(text, count) if token])
+
+
 def assert_right(output: RequestOutput, text: str, count: int = 20) -> None:
     """Text, ids and samples are what the toy's arithmetic says, none lost, none twice."""
     from segue_toy.stages import SAMPLES_PER_TOKEN, VOCAB, text_of

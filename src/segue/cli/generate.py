@@ -258,12 +258,9 @@ def _as_written(error: SegueError, arguments: argparse.Namespace, omni: AsyncOmn
 
 def _gives(model: str) -> frozenset[str]:
     """Return the modalities that a model gives. Raises `ConfigError`."""
-    from segue.models.registry import family_of, read_config
-    from segue.models.shared.checkpoint.files import located
+    from segue.models.model_graph import read_models
 
-    model_dir, _ = located(model)
-    config = read_config(model_dir)
-    return family_of(config, model_dir).graph(config).gives
+    return read_models(model).graph.gives
 
 
 def _asked(modality: str, gives: frozenset[str]) -> list[str]:

@@ -396,17 +396,15 @@ def _graph(arguments: argparse.Namespace) -> int:
     from segue.graph.deployment.loader import load_plan, stage_overrides
     from segue.graph.machine.account import cautions
     from segue.graph.machine.further import further_workers
+    from segue.graph.parts import full_name
     from segue.graph.render import as_mermaid, as_text
-    from segue.models.registry import family_of, read_config
-    from segue.models.shared.checkpoint.files import check_files, located
+    from segue.models.model_graph import read_models
     from segue.models.shared.checkpoint.stored import stored_bytes
+    from segue.orchestrator.serving import check_models
 
-    model_dir, _ = located(arguments.model)
-    config = read_config(model_dir)
-    family = family_of(config, model_dir)
-    graph = family.graph(config)
-    check_files(model_dir, config, graph)
-    family.dialect(model_dir, config)  # raises for an invalid chat template
+    models = read_models(arguments.model)
+    for one in models.members.values():
+        one.family.dialect(one.directory, one.config)  # raises for an invalid chat template
     overrides = stage_overrides(
         arguments.dtype,
         deterministic=arguments.deterministic,
@@ -416,13 +414,20 @@ def _graph(arguments: argparse.Namespace) -> int:
         kv_dtype=arguments.kv_dtype,
         scheduling=arguments.scheduling,
     )
-    plan = load_plan(graph, arguments.config, overrides=overrides, skip_tokenizer_init=arguments.skip_tokenizer_init)
+    skip = arguments.skip_tokenizer_init
+    plan = load_plan(models.graph, arguments.config, overrides=overrides, skip_tokenizer_init=skip)
+    check_models(models, plan)
     for caution in cautions(plan):
         print(f"segue: warning: {caution}", file=sys.stderr)
     if arguments.mermaid:
-        print(as_mermaid(graph))
-    else:
-        print(f"{as_text(plan)}\n{further_workers(plan, stored_bytes(model_dir, graph))}", end="")
+        print(as_mermaid(models.graph))
+        return 0
+    stored = {
+        full_name(member, stage): size
+        for member, one in models.members.items()
+        for stage, size in stored_bytes(one.directory, one.graph).items()
+    }
+    print(f"{as_text(plan)}\n{further_workers(plan, stored)}", end="")
     return 0
 
 

@@ -18,7 +18,11 @@ _SETTINGS = (
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of commands that run a model."""
-    parser.add_argument("model", help="directory of a checkpoint, or OWNER/MODEL in the cache of Hugging Face's hub")
+    parser.add_argument(
+        "model",
+        help="directory of a checkpoint, OWNER/MODEL in the cache of Hugging Face's hub, or a file *.py with a graph "
+        "of models",
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="deployment (YAML); default: by the hardware")
     parser.add_argument(
         "--dtype",

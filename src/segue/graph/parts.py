@@ -28,6 +28,36 @@ TOKENS = "tokens"
 Condition = Callable[[Request], bool]
 
 
+def full_name(member: str, stage: str) -> str:
+    """Return the name of a stage within a graph of models, e.g. `think.llm`; `member` is empty in a single model's."""
+    return f"{member}.{stage}" if member else stage
+
+
+def member_of(stage: str) -> str:
+    """Return the model of a graph of models that a stage belongs to; empty in a single model's graph."""
+    return stage.rpartition(".")[0]
+
+
+def own_name(stage: str) -> str:
+    """Return the name of a stage within its own model, which its family knows it by."""
+    return stage.rpartition(".")[2]
+
+
+def is_input(stage: str) -> bool:
+    """Whether this is an input stage: there is one for each model."""
+    return own_name(stage) == INPUT
+
+
+def is_built_in(stage: str) -> bool:
+    """Whether no family declares the stage: a model's input stage or its output stage."""
+    return own_name(stage) in BUILT_IN
+
+
+def only_reads(group: tuple[str, ...]) -> bool:
+    """Whether a worker runs an input stage and nothing else."""
+    return len(group) == 1 and is_input(group[0])
+
+
 @dataclass(frozen=True, slots=True)
 class WantsFile:
     """The condition of an edge to `OUTPUT`: the client asks for a file of something that the source gives."""
@@ -79,6 +109,17 @@ class Edge:
     def condition(self) -> str | None:
         """Display name of the condition."""
         return None if self.when is None else _name_of(self.when)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one model of a graph of models hands to another: its output of a modality becomes the other's input."""
+
+    source: str
+    target: str
+    carries: str
+    transform: str = ""
+    """The function applied to it, which the target's input worker imports: `MODULE:NAME` or `FILE.py:NAME`."""
 
 
 def _name_of(condition: Callable[..., object]) -> str:

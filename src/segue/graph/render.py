@@ -6,14 +6,15 @@ from collections.abc import Iterable, Sequence
 
 from segue.graph.deployment.deployment import MiB, Plan
 from segue.graph.deployment.stage_plan import StagePlan
-from segue.graph.stage_graph import BUILT_IN, Edge, Stage, StageGraph
+from segue.graph.parts import INPUT, full_name, is_built_in
+from segue.graph.stage_graph import Edge, Stage, StageGraph
 
 
 def as_text(what: Plan | StageGraph) -> str:
     """Return tables of stages and edges. Stages are in topological order, with their `stage_id`."""
     graph = what.graph if isinstance(what, Plan) else what
     order = graph.topological()
-    number = {name: str(place) for place, name in enumerate(name for name in order if name not in BUILT_IN)}
+    number = {name: str(place) for place, name in enumerate(name for name in order if not is_built_in(name))}
     head = ["", "stage", "engine", "takes", "gives"]
     rows = [
         [number.get(name, ""), name, stage.engine, _list(stage.takes), _list(stage.gives)]
@@ -34,6 +35,8 @@ def as_text(what: Plan | StageGraph) -> str:
         "",
         *table(_edge_rows(what)),
     ]
+    if graph.links:
+        lines += ["", *table(_link_rows(graph))]
     if graph.tensors:
         lines += ["", *(f"tensor {spec}" for spec in graph.tensors.values())]
     return "\n".join(lines) + "\n"
@@ -55,6 +58,9 @@ def as_mermaid(what: Plan | StageGraph) -> str:
     for edge in graph.edges:
         arrow = f"-. {edge.condition} .->" if edge.condition else "-->"
         lines.append(f"    {ids[edge.source]} {arrow} {ids[edge.target]}")
+    for link in graph.links:
+        source = graph.giver(link.source, link.carries)
+        lines.append(f"    {ids[source]} == {link.carries} ==> {ids[full_name(link.target, INPUT)]}")
     for name in graph.outputs:
         for modality in sorted(graph.stages[name].gives):
             lines.append(f"    {ids[name]} --> {ids[name]}_{modality}([{modality}])")
@@ -85,6 +91,11 @@ def _edge_rows(what: Plan | StageGraph) -> list[list[str]]:
             [_arrow(edge), edge.condition or "-", plan.connector, plan.kind, f"{plan.budget / MiB:g} MiB"],
         )
     return rows
+
+
+def _link_rows(graph: StageGraph) -> list[list[str]]:
+    rows = [[f"{link.source} -> {link.target}", link.carries, link.transform or "-"] for link in graph.links]
+    return [["model to model", "carries", "transform"], *rows]
 
 
 def _label(stage: Stage, what: Plan | StageGraph) -> str:

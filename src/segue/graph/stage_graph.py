@@ -18,11 +18,24 @@ edge from every stage whose output can be in one. The graph knows no devices or 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
+from typing import Self
 
 from segue.graph import checks
-from segue.graph.parts import BUILT_IN, INPUT, OUTPUT, Condition, Edge, Stage, WantsFile
-from segue.graph.walk import Walk, walk
+from segue.graph.parts import (
+    BUILT_IN,
+    INPUT,
+    OUTPUT,
+    Condition,
+    Edge,
+    Link,
+    Stage,
+    WantsFile,
+    full_name,
+    member_of,
+)
+from segue.graph.walk import Walk, renamed, walk
 from segue.messages.formats import FORMATS
 from segue.messages.request import Request
 from segue.messages.tensors import TensorSpec
@@ -39,6 +52,40 @@ class StageGraph:
         self._drawn: list[Edge] = []
         self._tensors: list[TensorSpec] = []
         self._validated = False
+        self._members: Mapping[str, StageGraph] = {}
+        self._main_member = ""
+        self.links: tuple[Link, ...] = ()
+        """Between the models of a graph of models."""
+
+    @classmethod
+    def joined(cls, name: str, members: Mapping[str, StageGraph], links: Iterable[Link], main: str) -> Self:
+        """Put the graphs of several models side by side: stage `llm` of the model `think` becomes `think.llm`.
+
+        Each `Request` is for one of them (`Request.member`); the orchestrator hands their outputs on over `links`.
+        `main`: the model whose main stage makes the main output."""
+        graph = cls(name)
+        graph._members, graph._main_member, graph.links = dict(members), main, tuple(links)
+        graph._declared, graph._drawn = [], []
+        for member, one in members.items():
+            for stage in one.stages.values():
+                fused = stage.fuse_with and full_name(member, stage.fuse_with)
+                graph._declared.append(replace(stage, name=full_name(member, stage.name), fuse_with=fused, main=False))
+            graph._drawn += [
+                Edge(full_name(member, edge.source), full_name(member, edge.target), edge.when) for edge in one.edges
+            ]
+        return graph
+
+    def up_to(self, stage: str) -> Self:
+        """Return the part of the graph that makes the output of one stage: itself and all its upstreams."""
+        kept = checks.reachable(
+            stage, {name: [edge.source for edge in self.edges if edge.target == name] for name in self.stages}
+        )
+        graph = type(self)(self.name)
+        graph._declared = [one for one in self._declared if one.name in {INPUT, *kept}]
+        graph._tensors = [spec for spec in self._tensors if spec.name in graph.takes]
+        graph._declared = [one if one.fuse_with in kept else replace(one, fuse_with=None) for one in graph._declared]
+        graph._drawn = [edge for edge in self._drawn if edge.source in {INPUT, *kept} and edge.target in kept]
+        return graph
 
     # --- building: nothing is checked here, because `validate` checks the whole graph
 
@@ -102,7 +149,10 @@ class StageGraph:
         """Raise `ConfigError` naming the first mistake and its remedy."""
         if self._validated:
             return
-        checks.check(self.name, self._all, self.edges, self._tensors)
+        for member in self._members.values():
+            member.validate()
+        if not self._members:
+            checks.check(self.name, self._all, self.edges, self._tensors)
         self._validated = True
 
     # --- reading
@@ -115,6 +165,8 @@ class StageGraph:
     @property
     def edges(self) -> tuple[Edge, ...]:
         """All edges: the implicit ones of `INPUT` first, then in declared order, those to `OUTPUT` last."""
+        if self._members:
+            return tuple(self._drawn)
         drawn = {edge.target for edge in self._drawn if edge.source == INPUT}
         own = tuple(Edge(INPUT, s.name) for s in self._declared if s.takes and s.name not in drawn and s.name != INPUT)
         files = tuple(Edge(s.name, OUTPUT, WantsFile(s.gives & FORMATS.keys())) for s in self._filed)
@@ -123,6 +175,8 @@ class StageGraph:
     @property
     def _filed(self) -> list[Stage]:
         """The stages that give something of which there are files."""
+        if self._members:
+            return []  # each model has an output stage of its own
         return [stage for stage in self._declared if not stage.gives.isdisjoint(FORMATS)]
 
     @property
@@ -132,12 +186,15 @@ class StageGraph:
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
         """The named tensors that it declares."""
-        return MappingProxyType({spec.name: spec for spec in self._tensors})
+        fed = {link.target for link in self.links}
+        taking = [graph._tensors for member, graph in self._members.items() if member not in fed]
+        return MappingProxyType({spec.name: spec for specs in (self._tensors, *taking) for spec in specs})
 
     @property
     def takes(self) -> frozenset[str]:
         """Modalities a request may carry."""
-        return frozenset().union(*(stage.takes for stage in self._declared))
+        fed = {link.target for link in self.links}
+        return frozenset().union(*(stage.takes for stage in self._declared if member_of(stage.name) not in fed))
 
     @property
     def gives(self) -> frozenset[str]:
@@ -152,8 +209,27 @@ class StageGraph:
     @property
     def main(self) -> str:
         """The stage that makes the main output; the request takes its finish reason."""
+        return self.main_of(self._main_member)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The models of a graph of models; none in a single model's graph."""
+        return tuple(self._members)
+
+    def main_of(self, member: str) -> str:
+        """Return the main stage of a model; `member` is empty in a single model's graph."""
         self.validate()
+        if self._members:
+            return full_name(member, self._members[member].main)
         return checks.main_stage(self.name, self._declared)
+
+    def giver(self, member: str, modality: str) -> str:
+        """Return the stage of a model that gives a modality."""
+        return next(one.name for one in self._declared if member_of(one.name) == member and modality in one.gives)
+
+    def takes_with(self, stage: str) -> frozenset[str]:
+        """Return the modalities that the model of a stage takes."""
+        return frozenset().union(*(one.takes for one in self._declared if member_of(one.name) == member_of(stage)))
 
     def downstreams(self, name: str) -> tuple[str, ...]:
         return tuple(edge.target for edge in self.edges if edge.source == name)
@@ -165,5 +241,7 @@ class StageGraph:
 
     def walk(self, request: Request) -> Walk:
         """Return the stages that run for this request and how they are connected; pure. Raises `InvalidRequest`."""
+        if self._members:
+            return renamed(self._members[request.member].walk(request), request.member)
         stages = self.stages
         return walk(request, [stages[name] for name in self.topological()], self.edges)

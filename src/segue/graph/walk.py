@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from segue.graph.parts import INPUT, OUTPUT, TOKENS, Edge, Stage
+from segue.graph.parts import INPUT, OUTPUT, TOKENS, Edge, Stage, full_name
 from segue.messages.errors import InvalidRequest, nearest
 from segue.messages.request import MediaPart, Request
 
@@ -70,6 +70,19 @@ def walk(request: Request, stages: Sequence[Stage], edges: Sequence[Edge]) -> Wa
         )
         for stage in stages
         if stage.name in needed
+    }
+
+
+def renamed(walk: Walk, member: str) -> Walk:
+    """Return the walk of one model with the names that its stages have in a graph of models."""
+    return {
+        full_name(member, name): WalkStage(
+            upstreams=frozenset(full_name(member, one) for one in stage.upstreams),
+            downstreams=frozenset(full_name(member, one) for one in stage.downstreams),
+            to_client=stage.to_client,
+            encoded=stage.encoded,
+        )
+        for name, stage in walk.items()
     }
 
 

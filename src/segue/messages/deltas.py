@@ -285,6 +285,13 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """The outputs of the main stage, if it is autoregressive, by index."""
 
 
+class ModelDelta(msgspec.Struct, frozen=True, tag="model"):
+    """An output that the client requested of one model of a graph of models by the model's name, e.g. `hear.text`."""
+
+    model: str
+    delta: TextDelta | AudioDelta | ImageDelta | Finished
+
+
 ClientDelta = (
     TextDelta
     | AudioDelta
@@ -298,4 +305,4 @@ ClientDelta = (
     | TokensDelta
 )
 """Deltas that stages make; the orchestrator adds the others."""
-Delta = ClientDelta | SegmentDelta | ChoiceEnded | TurnEnded | Finished
+Delta = ClientDelta | SegmentDelta | ChoiceEnded | TurnEnded | ModelDelta | Finished

@@ -7,6 +7,16 @@ from typing import Any
 import msgspec
 
 
+class ModelSource(msgspec.Struct):
+    """Where a worker loads its stages from."""
+
+    family: str
+    model_dir: str
+    transforms: dict[str, str] | None = None
+    """In a graph of models, for one that gets its input from others: the model before it → the function that turns its
+    output into input (`segue.graph.functions`), or an empty string. None: the model takes the client's requests."""
+
+
 class WorkerSpec(msgspec.Struct, kw_only=True):
     """One worker: the stages it runs and the addresses of its peers."""
 
@@ -32,6 +42,8 @@ class WorkerSpec(msgspec.Struct, kw_only=True):
     connector: str
     """Address of this worker's shared-memory connector."""
     load_format: str = "auto"
+    transforms: dict[str, str] | None = None
+    """As in `ModelSource`."""
     shared: list[str] = []
     """Stages whose weights it shares with other workers."""
     skip_tokenizer_init: bool = False

@@ -93,6 +93,18 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """As `Request.reply`, for this piece."""
 
 
+NOTHING = "received"
+"""The field of the error of a request whose model gets nothing: a transform returned None."""
+
+
+class Received(msgspec.Struct, frozen=True):
+    """What a model of a graph of models gets from another one."""
+
+    source: str
+    """The model that made it."""
+    part: Part
+
+
 class Request(msgspec.Struct, kw_only=True):
     """One generation. Exactly one of `messages`, `prompt`, `prompt_token_ids` and `prompt_embeds` is set, except that a
     `prompt` or `prompt_token_ids` may come with `messages` that hold nothing but its media, in order."""
@@ -147,6 +159,11 @@ class Request(msgspec.Struct, kw_only=True):
     options: dict[str, Any] = {}
     """Family options by name (e.g. `use_audio_in_video`); checked against those that the family declares."""
 
+    member: str = ""
+    """In a graph of models: the model that the request is for."""
+    received: list[Received] = []
+    """In a graph of models: what the model gets from those before it. The input worker makes the messages of it."""
+
     def embedded(self) -> list[TextPart]:
         """Return the parts of the messages that are embeddings, in order."""
         parts = (part for message in self.messages for part in message.content)
@@ -162,7 +179,8 @@ class Request(msgspec.Struct, kw_only=True):
 
     def media_kinds(self) -> set[str]:
         """Return the kinds of media in the request, and the names of its tensors."""
-        return {part.kind for part in self.media()}
+        received = (one.part.kind for one in self.received if isinstance(one.part, MediaPart))
+        return {part.kind for part in self.media()} | set(received)
 
 
 def check_priority(priority: int, by_priority: bool) -> None:
@@ -185,6 +203,7 @@ def check_types(request: Request) -> None:
     if isinstance(request.seed, int) and not -(2**63) <= request.seed < 2**64:
         raise wrong("seed", request.seed, "a 64-bit integer")
     try:
-        msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.structs.replace(request, messages=[])), type=Request)
+        bare = msgspec.structs.replace(request, messages=[], received=[])
+        msgspec.msgpack.decode(msgspec.msgpack.encode(bare), type=Request)
     except (msgspec.ValidationError, TypeError, OverflowError) as error:
         raise misfit(error) from error

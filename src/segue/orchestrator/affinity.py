@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterator, Sequence
 
 import msgspec
 
-from segue.messages.request import MediaPart, Request
+from segue.messages.request import MediaPart, Request, TextPart
 
 BLOCK_BYTES = 256
 """Text per block, about 64 tokens."""
@@ -74,6 +74,9 @@ def _pieces(request: Request) -> Iterator[bytes]:
                 yield _media_key(part.embeds)
             else:
                 yield part.text.encode(errors="surrogatepass")
+    for received in request.received:
+        if isinstance(received.part, TextPart):
+            yield received.part.text.encode(errors="surrogatepass")
 
 
 def _media_key(data: bytes) -> bytes:

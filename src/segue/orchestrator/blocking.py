@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from segue.messages.errors import SegueError, ShuttingDown
 from segue.messages.request import Request
+from segue.models.model_graph import ModelGraph
 from segue.orchestrator.omni import AsyncOmni, Prompt, Sampling
 from segue.orchestrator.outputs import RequestOutput
 from segue.orchestrator.progress import StartBars
@@ -32,7 +33,7 @@ class Omni:
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path | ModelGraph,
         *,
         progress: bool = True,
         before_start: Callable[[AsyncOmni], object] | None = None,

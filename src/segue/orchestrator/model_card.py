@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
 
 from segue.graph.deployment.deployment import Plan
+from segue.graph.deployment.stage_plan import StagePlan
 from segue.graph.kinds.registry import kind_of
+from segue.graph.parts import full_name, member_of
 from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import ConfigError
 from segue.messages.speech import TextToSpeech
 from segue.models.family import Family
+from segue.models.model_graph import Checkpoint
 from segue.orchestrator.service import ModelCard
 
 
-def card_of(
-    name: str, model_dir: Path, checkpoint: dict[str, Any], family: Family, graph: StageGraph, plan: Plan
-) -> ModelCard:
-    """Make the card of a model; `name`: clients' name of it."""
+def card_of(name: str, model: Checkpoint, plan: Plan, member: str = "") -> ModelCard:
+    """Make the card of a model; `name`: clients' name of it; `member`: its name in a graph of models."""
+    graph, family, checkpoint, model_dir = model.graph, model.family, model.config, model.directory
+    stages = {full_name(member, stage): plan.stages[full_name(member, stage)] for stage in graph.topological()}
     text_stage = graph.main
     writes = kind_of(graph.stages[text_stage].engine).samples
     return ModelCard(
@@ -29,9 +31,9 @@ def card_of(
         takes=graph.takes,
         gives=graph.gives,
         tensors=dict(graph.tensors),
-        text_stage=text_stage if writes else None,
-        sampling_stages=[stage.name for stage in graph.stages.values() if kind_of(stage.engine).samples],
-        stages=list(graph.topological()),
+        text_stage=full_name(member, text_stage) if writes else None,
+        sampling_stages=[name for name, stage in stages.items() if kind_of(stage.engine).samples],
+        stages=list(stages),
         voices=None if "audio" in graph.gives else [],
         options=family.options,
         tokenizer=not plan.skip_tokenizer_init,
@@ -43,31 +45,36 @@ def card_of(
         root=str(model_dir),
         adapters={
             name: path
-            for stage in plan.stages.values()
+            for stage in stages.values()
             if stage.lora is not None
             for name, path in stage.lora.adapters.items()
         },
-        by_priority=any(stage.scheduling == "priority" for stage in plan.stages.values()),
+        by_priority=any(stage.scheduling == "priority" for stage in stages.values()),
         speech=None if family.speech is None else family.speech(checkpoint, model_dir),
-        says=_says(family, checkpoint, model_dir, plan),
+        says=_says(model, stages, member) if "audio" in graph.gives and not plan.skip_tokenizer_init else None,
         limits=plan.limits,
         deadline=plan.limits.default_deadline or plan.limits.http_deadline,
         dialect=family.dialect(model_dir, checkpoint),
     )
 
 
-def _says(family: Family, checkpoint: dict[str, Any], model_dir: Path, plan: Plan) -> TextToSpeech | None:
+def _says(model: Checkpoint, stages: Mapping[str, StagePlan], member: str) -> TextToSpeech | None:
     """How the model says a given text, with the deployment's own sampling parameters."""
-    says = family.says(checkpoint, model_dir)
-    if says is None or plan.skip_tokenizer_init:
+    says = model.family.says(model.config, model.directory)
+    if says is None:
         return None
-    sampling = {stage: plan.stages[stage].sampling.over(usual) for stage, usual in says.sampling.items()}
-    return msgspec.structs.replace(says, sampling=sampling)
+    usual = {full_name(member, stage): params for stage, params in says.sampling.items()}
+    return msgspec.structs.replace(
+        says, sampling={stage: stages[stage].sampling.over(params) for stage, params in usual.items()}
+    )
 
 
-def check_stage_keys(family: Family, plan: Plan) -> None:
-    """Raise `ConfigError`, naming the key, if a stage's plan asks for something that its family cannot do."""
+def check_stage_keys(family: Family, plan: Plan, member: str = "") -> None:
+    """Raise `ConfigError`, naming the key, if the plan of a stage of a model asks for something that its family cannot
+    do."""
     for name, stage in plan.stages.items():
+        if member_of(name) != member:
+            continue
         for key in stage.asked_of_family:
             if key not in family.stage_keys:
                 raise ConfigError(

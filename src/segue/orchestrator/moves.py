@@ -20,7 +20,7 @@ from typing import Protocol
 
 from segue.graph.deployment.deployment import Plan
 from segue.graph.deployment.stage_plan import CPU
-from segue.graph.stage_graph import BUILT_IN
+from segue.graph.parts import is_built_in
 from segue.messages.errors import InvalidRequest, Overloaded, SegueError, StageLost, nearest, wrong
 from segue.messages.wire import Shutdown, Stats, ToWorker
 from segue.orchestrator.move_policy import Crew, decide
@@ -105,7 +105,7 @@ class Moves:
         return self._move.done
 
     def _group(self, stage: str, field: str) -> tuple[str, ...]:
-        movable = [name for name in self._plan.stages if name not in BUILT_IN]
+        movable = [name for name in self._plan.stages if not is_built_in(name)]
         if stage not in movable:
             raise InvalidRequest(
                 f"{field} is {stage!r}, which is no stage whose workers can move{nearest(stage, movable)}", field=field
@@ -190,7 +190,7 @@ class Moves:
             self.begin(decision.source, decision.target).add_done_callback(_report)
 
     def _crews(self) -> list[Crew]:
-        groups = [group for group in self._plan.groups if BUILT_IN.isdisjoint(group)]
+        groups = [group for group in self._plan.groups if not any(map(is_built_in, group))]
         return [self._crew(group, groups) for group in groups]
 
     def _crew(self, group: tuple[str, ...], groups: list[tuple[str, ...]]) -> Crew:

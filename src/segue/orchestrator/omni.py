@@ -16,33 +16,27 @@ from typing import Any, Self
 import msgspec
 
 from segue.graph.deployment.loader import load_plan, stage_overrides
-from segue.graph.kinds.registry import kind_of
 from segue.graph.machine.account import cautions
 from segue.graph.parts import INPUT, TOKENS
 from segue.media.arrays import embeds_file
 from segue.media.parts import IMAGES, image_parts, messages_from, parts_beside, tensors_from
 from segue.media.sources import MediaPolicy
 from segue.messages.deltas import Delta, ProgressDelta, TokensDelta
-from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusion, diffusion_from
-from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFailed, nearest, shown, wrong
-from segue.messages.formats import check_formats
-from segue.messages.request import BESIDE, MediaPart, Message, Request, check_priority, check_types
-from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, merged, sampling_from
-from segue.messages.tensors import check_tensors
-from segue.models.registry import family_of, read_config
-from segue.models.shared.checkpoint.files import check_files, located
+from segue.messages.diffusion import PARAMETERS, DiffusionParams, diffusion_from
+from segue.messages.errors import ConfigError, InvalidRequest, StageFailed, nearest, shown, wrong
+from segue.messages.request import BESIDE, MediaPart, Message, Request
+from segue.messages.sampling import SamplingParams, sampling_from
+from segue.models.model_graph import ModelGraph, read_models
 from segue.models.shared.diffusion.sizes import Sizes
 from segue.observe.stats import render_gauges, render_worker_stats
-from segue.orchestrator.model_card import card_of, check_stage_keys
-from segue.orchestrator.open_request import OpenRequest, opened
+from segue.orchestrator.open_request import OpenRequest
 from segue.orchestrator.orchestrator import Orchestrator
 from segue.orchestrator.outputs import Collector, RequestOutput
 from segue.orchestrator.progress import StepBar
-from segue.orchestrator.prompt_embeds import check_embeds_bytes
+from segue.orchestrator.served import Served
 from segue.orchestrator.service import Health, MovedWorker
+from segue.orchestrator.serving import check_models, preload_of, served, sources_of
 from segue.orchestrator.supervisor import OnProgress
-from segue.orchestrator.tokenless import check_tokenless, check_tokenless_plan
-from segue.orchestrator.transcription import check_transcription, transcribed
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +59,7 @@ class AsyncOmni:
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path | ModelGraph,
         *,
         config: str | Path | Mapping[str, Any] | None = None,
         dtype: str | None = None,
@@ -81,8 +75,9 @@ class AsyncOmni:
         lora: Mapping[str, str | Path] | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
-        """`model`: a directory, or OWNER/MODEL in the cache of Hugging Face's hub. `config`: a deployment file, or its
-        content. `name`: clients' name of the model (default: the directory, or OWNER/MODEL).
+        """`model`: a directory, or OWNER/MODEL in the cache of Hugging Face's hub; or a graph of models, or a file
+        `*.py` that has one. `config`: a deployment file, or its content. `name`: clients' name of the model (default:
+        the directory, OWNER/MODEL, or the name of the graph).
         `dtype`, `speculation`, `tensor_parallel`, `quantization`, `kv_dtype` and `scheduling` are keys of a stage that
         override the deployment's `defaults`. `skip_tokenizer_init`: load no tokenizer; prompts and replies are then
         token ids. `lora`: name → directory of adapters in addition to the deployment's; an
@@ -90,10 +85,7 @@ class AsyncOmni:
 
         Raises `ConfigError` for a model or deployment that cannot be served.
         """
-        model_dir, called = located(model)
-        checkpoint = read_config(model_dir)
-        family = family_of(checkpoint, model_dir)
-        graph = family.graph(checkpoint)
+        models = read_models(model)
         overrides = stage_overrides(
             dtype,
             deterministic=deterministic,
@@ -104,43 +96,33 @@ class AsyncOmni:
             scheduling=scheduling,
             lora=None if lora is None else {"adapters": {name: str(path) for name, path in lora.items()}},
         )
-        self.plan = load_plan(graph, config, overrides=overrides, skip_tokenizer_init=skip_tokenizer_init)
+        self.plan = load_plan(models.graph, config, overrides=overrides, skip_tokenizer_init=skip_tokenizer_init)
         for caution in cautions(self.plan):
             log.warning("%s", caution)
-        check_stage_keys(family, self.plan)
-        check_tokenless_plan(family, self.plan)
-        check_files(model_dir, checkpoint, graph)
-        self.card = card_of(name or called, model_dir, checkpoint, family, graph, self.plan)
-        if self.card.name in self.card.adapters:
-            raise ConfigError(f"{self.card.name!r} is the name of the model and of a LoRA adapter", field="lora")
-        self._chats = self.card.tokenizer and family.chats(model_dir)
-        self._open_options = family.open_options
-        self._sizes = family.sizes(checkpoint, model_dir)
-        self._images = not graph.gives.isdisjoint(("image", "video"))
+        check_models(models, self.plan)
         limits = self.plan.limits
         self._policy = MediaPolicy(allow_paths=True, max_bytes=limits.max_media_bytes, max_items=limits.max_media_parts)
         self.orchestrator = Orchestrator(
             self.plan,
-            family=family.name,
-            model_dir=str(model_dir),
-            preload=[family.stages_module, *sorted({kind_of(stage.engine).worker for stage in graph.stages.values()})],
+            sources=sources_of(models),
+            preload=preload_of(models),
             load_format=load_format,
             on_progress=on_progress,
         )
+        self._served: Served = served(models, name or models.called, self.plan, self.orchestrator)
+        self.card = self._served.card
+        if self.card.name in self.card.adapters:
+            raise ConfigError(f"{self.card.name!r} is the name of the model and of a LoRA adapter", field="lora")
 
     @property
     def sizes(self) -> Sizes | None:
         """The sizes of images or video that the model can make; None if its files alone do not tell."""
-        return self._sizes
+        return self._served.sizes
 
     async def start(self) -> None:
         """Return when every stage is ready; raise the first worker's own error otherwise."""
         await self.orchestrator.start()
-        facts = self.orchestrator.replicas.facts
-        self.card.vocab_sizes = {stage: fact.vocab_size for stage, fact in facts.items() if fact.vocab_size is not None}
-        self.card.voices = next((fact.voices for fact in facts.values() if fact.voices), [])
-        if self.card.text_stage is not None:
-            self.card.max_model_len = facts[self.card.text_stage].max_model_len
+        self._served.learn(self.orchestrator.replicas.facts)
 
     async def stop(self, *, drain: bool = True) -> None:
         """Let running requests finish (`drain`), then end every process and free everything."""
@@ -165,6 +147,8 @@ class AsyncOmni:
 
         Raises `InvalidRequest` naming file and key if it cannot be served.
         """
+        if self.plan.graph.members:
+            raise InvalidRequest("adapters of a graph of models are those of its deployment", field="lora_name")
         if name == self.card.name:
             raise InvalidRequest(f"lora_name is {name!r}, the name of the model itself", field="lora_name")
         self.card.adapters[name] = await self.orchestrator.supervisor.adapters.load(name, str(path))
@@ -198,29 +182,24 @@ class AsyncOmni:
             }
         ) + render_worker_stats(stage for stats in self.orchestrator.stats.values() for stage in stats.stages)
 
+    def check(self, request: Request) -> None:
+        """Check all that can be checked before anything is loaded, including output sizes, but not voices. Raises
+        `InvalidRequest` or `NotFound`; the input stage may still refuse a request that passes."""
+        self._served.check(request)
+
     def stream(self, request: Request) -> AsyncGenerator[Delta]:
         """Yield deltas, `Finished` last; raises `SegueError`. Closing the generator cancels the request."""
-        self._check(request)
-        if request.open:
-            raise wrong("open", request.open, "false: call AsyncOmni.open for a request whose input is appended")
-        if self.card.speech is None or "text" not in request.modalities:
-            return self.orchestrator.stream(request)
-        assert self.card.text_stage is not None
-        return transcribed(self.orchestrator.stream, request, self.card.speech, self.card.text_stage)
+        return self._served.stream(request)
 
     def open(self, request: Request, *, reply: bool = False) -> OpenRequest:
         """Start a request whose input is appended while it runs. `reply`: the model replies to its prompt before it
         takes more; without, what is appended continues the prompt. Raises `SegueError`, for models that take their
         input at once as well."""
-        self._check(request)
-        asked = opened(request, self.card, reply=reply)
-        return OpenRequest(self.orchestrator, asked, self.plan.limits, self.card.tensors)
+        return self._served.open(request, reply=reply)
 
-    async def stream_appended(self, request: Request, pieces: AsyncGenerator[str]) -> AsyncGenerator[Delta]:
+    def stream_appended(self, request: Request, pieces: AsyncGenerator[str]) -> AsyncGenerator[Delta]:
         """As `stream`, of an open request to which the pieces are appended as they come."""
-        async with self.open(request) as running, aclosing(running.follow(pieces)) as deltas:
-            async for delta in deltas:
-                yield delta
+        return self._served.stream_appended(request, pieces)
 
     async def room(self) -> None:
         """Return as soon as the queue is not full."""
@@ -234,7 +213,7 @@ class AsyncOmni:
         """Collect all deltas of `stream` into one output."""
         collector = Collector(request.request_id, wants_audio="audio" in request.modalities)
         params = request.diffusion or DiffusionParams()
-        if step_bar and self._images:
+        if step_bar and self._served.images:
             request.diffusion = msgspec.structs.replace(params, progress=True)
         with closing(StepBar(params.num_images_per_prompt)) as bar:
             async for delta in self.stream(request):
@@ -291,10 +270,10 @@ class AsyncOmni:
         if self.card.speech is not None and "audio" in given:
             audio = {"type": "audio", "audio": given.pop("audio")}
             given.setdefault("messages", [{"role": "user", "content": [audio]}])
-        known = _PROMPT_KEYS | (PARAMETERS | IMAGES if self._images else frozenset())
-        if self._open_options:
+        known = _PROMPT_KEYS | (PARAMETERS | IMAGES if self._served.images else frozenset())
+        if self._served.open_options:
             known -= {"prompt_embeds"}  # a pipeline may have an argument of that name
-        others = {key: value for key, value in given.items() if self._open_options and key not in known}
+        others = {key: value for key, value in given.items() if self._served.open_options and key not in known}
         for key in given.keys() - others.keys():
             if key in SamplingParams.__struct_fields__ and key not in known:
                 raise InvalidRequest(
@@ -350,7 +329,7 @@ class AsyncOmni:
 
     def _written(self, text: str) -> dict[str, Any]:
         """Turn bare text into a user message or a prompt."""
-        return {"messages": [{"role": "user", "content": text}]} if self._chats else {"prompt": text}
+        return {"messages": [{"role": "user", "content": text}]} if self._served.chats else {"prompt": text}
 
     def _diffusion(self, given: Mapping[str, Any]) -> DiffusionParams | None:
         asked = {key: given[key] for key in given if key in PARAMETERS}
@@ -380,70 +359,6 @@ class AsyncOmni:
             else sampling_from(dict(_mapping(params, f"sampling.{stage}")), f"sampling.{stage}", self.plan.limits)
             for stage, params in _mapping(sampling, "sampling").items()
         }
-
-    def check(self, request: Request) -> None:
-        """Check all that can be checked before anything is loaded, including output sizes, but not voices. Raises
-        `InvalidRequest` or `NotFound`; the input stage may still refuse a request that passes."""
-        self._check(request)
-        asked = request.diffusion
-        if asked is None or self._sizes is None:
-            return
-        self._sizes.check(asked.height or 0, asked.width or 0, self.plan.limits.max_output_pixels)
-        if asked.num_frames is not None:
-            self._sizes.check_frames(asked.num_frames)
-
-    def _check(self, request: Request) -> None:
-        """Check a request before it is admitted. Raises `InvalidRequest`."""
-        if not self.card.tokenizer:
-            check_tokenless(request)
-        for stage, params in request.sampling.items():
-            if stage not in self.card.sampling_stages:
-                hint = nearest(stage, self.card.sampling_stages)
-                raise InvalidRequest(f"sampling names stage {stage!r}, which does not sample{hint}", field="sampling")
-            check_sampling(params, f"sampling.{stage}", self.plan.limits)
-            if (vocab := self.card.vocab_sizes.get(stage)) is not None:
-                check_token_ids(params, vocab, f"sampling.{stage}.")
-        check_embeds_bytes(request, self.plan.limits.max_prompt_embeds_bytes)
-        self._mark_thoughts(request)
-        check_types(request)
-        check_formats(request.formats, request.modalities)
-        check_tensors(request.tensors(), self.card.tensors, {})
-        check_priority(request.priority, self.card.by_priority)
-        if self.card.speech is not None and self.card.text_stage is not None:
-            check_transcription(request, self.card.speech, self.card.text_stage)
-        if request.diffusion is not None:
-            check_diffusion(request.diffusion)
-        if request.adapter is not None and request.adapter not in self.card.adapters:
-            hint = nearest(request.adapter, self.card.adapters)
-            raise NotFound(f"{self.card.name} has no LoRA adapter {request.adapter!r}{hint}", field="adapter")
-        for option in request.options:
-            if option not in self.card.options and not self._open_options:
-                hint = nearest(option, self.card.options)
-                raise InvalidRequest(f"{self.card.name} has no option {option!r}{hint}", field=f"options.{option}")
-        voices = self.card.voices
-        if request.voice is not None and voices is not None and request.voice not in voices:
-            hint = nearest(request.voice, voices)
-            raise NotFound(f"{self.card.name} has no voice {request.voice!r}{hint}", field="voice")
-
-    def _mark_thoughts(self, request: Request) -> None:
-        """Set `thought_marks` if a stage's reasoning is bounded or precedes structured output. Raises
-        `InvalidRequest`."""
-        for stage in self.card.sampling_stages:
-            sampling = merged(request=request.sampling.get(stage), deployment=self.plan.stages[stage].sampling)
-            most = sampling.thinking_token_budget
-            bounded = most is not None and most != -1
-            if not bounded and sampling.structured_outputs is None:
-                continue
-            marks = self.card.dialect.reasoning if stage == self.card.text_stage else None
-            if marks is None:
-                if not bounded:
-                    continue
-                field = f"sampling.{stage}.thinking_token_budget"
-                raise InvalidRequest(
-                    f"{field} is {most}, but this model's chat template marks no reasoning: leave it out",
-                    field=field,
-                )
-            request.thought_marks = (marks.open, marks.close)
 
 
 def _token_ids(ids: Any) -> list[int]:

@@ -11,14 +11,14 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 
 import msgspec
 
 from segue.graph.deployment.deployment import Plan
 from segue.graph.kinds.registry import kind_of
-from segue.graph.stage_graph import INPUT, OUTPUT
+from segue.graph.parts import OUTPUT, is_input, only_reads, own_name
 from segue.messages.deltas import Delta, Finished
 from segue.messages.errors import (
     Cancelled,
@@ -30,6 +30,7 @@ from segue.messages.errors import (
     StageLost,
     error_from,
 )
+from segue.messages.process import ModelSource
 from segue.messages.request import Piece, Request
 from segue.messages.sampling import SamplingParams, merged
 from segue.messages.wire import (
@@ -64,19 +65,18 @@ class Orchestrator:
         self,
         plan: Plan,
         *,
-        family: str,
-        model_dir: str,
+        sources: Mapping[str, ModelSource],
         preload: list[str],
         load_format: str = "auto",
         on_progress: OnProgress | None = None,
     ) -> None:
+        """`sources`: the model of a graph of models (a single model's is called by an empty name) → its checkpoint."""
         self.plan = plan
         self.graph = plan.graph
         self.supervisor = Supervisor(
             plan,
             self,
-            family=family,
-            model_dir=model_dir,
+            sources=sources,
             preload=preload,
             load_format=load_format,
             on_progress=on_progress,
@@ -90,6 +90,9 @@ class Orchestrator:
         self._idle.set()
         self._left = asyncio.Event()
         """Set whenever a request ends."""
+        self._whole = 0
+        """Requests to a graph of models that run: each is a request to one of its models at a time, or to several."""
+        self._finished = False
 
     @property
     def stats(self) -> dict[str, Stats]:
@@ -121,14 +124,30 @@ class Orchestrator:
         """Admit no more requests, let running ones finish within `limits.drain_seconds`, and end the rest with
         `ShuttingDown`."""
         self.supervisor.stopping = True
-        if drain and self.requests:
+        if drain and (self.requests or self._whole):
             try:
                 async with asyncio.timeout(self.plan.limits.drain_seconds):
                     await self._idle.wait()
             except TimeoutError:
                 log.warning("%d requests were still running when the drain time was over", len(self.requests))
+        self._finished = True
         for state in list(self.requests.values()):
             self._end(state, ShuttingDown("the server is shutting down"))
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Count a request to a graph of models as running, even while none of its models has a request."""
+        self._whole += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._whole -= 1
+            self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self.requests and not self._whole:
+            self._idle.set()
 
     # ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -164,13 +183,13 @@ class Orchestrator:
             return False
         state.appended.append(piece)
         # a new attempt gets all pieces after its `Begin`
-        if INPUT not in state.waiting and state.stages[INPUT].worker in self.replicas.alive():
+        if state.input not in state.waiting and state.stages[state.input].worker in self.replicas.alive():
             self._send_piece(state, piece)
         return True
 
     def _send_piece(self, state: RequestState, piece: Piece | None) -> None:
-        stage_state = state.stages[INPUT]
-        self.supervisor.send(stage_state.address, Append(state.id, INPUT, stage_state.attempt, piece))
+        stage_state = state.stages[state.input]
+        self.supervisor.send(stage_state.address, Append(state.id, state.input, stage_state.attempt, piece))
 
     async def room(self) -> None:
         """Return when there are fewer requests than `limits.max_waiting`, or when no more are admitted."""
@@ -180,10 +199,11 @@ class Orchestrator:
 
     def admit(self, request: Request) -> RequestState:
         """Admit a request. Raises `SegueError` if it cannot be served now."""
-        if self.supervisor.stopping:
+        goes_on = bool(request.received)  # with what another model has made for an admitted request
+        if self._finished or (self.supervisor.stopping and not goes_on):
             raise ShuttingDown("the server is shutting down")
         limit = self.plan.limits.max_waiting
-        if len(self.requests) >= limit:
+        if len(self.requests) >= limit and not goes_on:
             raise Overloaded(f"the system already has {limit} requests (limits.max_waiting); try again later")
         if request.request_id in self.requests:
             raise InvalidRequest(f"a request with id {request.request_id!r} is running", field="request_id")
@@ -199,13 +219,13 @@ class Orchestrator:
                 own = msgspec.structs.replace(asked, **{key: getattr(both, key) for key in cut})
                 request.sampling = {**request.sampling, name: own}
         queue = ClientQueue(self.plan.limits.unread_bytes)
-        state = RequestState(request=request, walk=walk, main=self.graph.main, queue=queue)
+        state = RequestState(request=request, walk=walk, main=self.graph.main_of(request.member), queue=queue)
         for name, stage in walk.items():
             state.stages[name] = StageState(tuple(stage.upstreams), tuple(stage.downstreams))
             if kind_of(self.plan.stages[name].engine).samples:
                 state.journal[name] = {}
         if state.main not in state.stages:
-            made = (name for name, stage in reversed(walk.items()) if name != OUTPUT)
+            made = (name for name, stage in reversed(walk.items()) if own_name(name) != OUTPUT)
             state.main = next(name for name in made if walk[name].to_client or walk[name].encoded)
         deadline = request.deadline
         if deadline is None and self.plan.limits.default_deadline is not None:
@@ -232,7 +252,7 @@ class Orchestrator:
             if replica is None:
                 if self.replicas.hopeless(name):
                     self._end(state, StageLost(f"stage {name!r} could not be restarted", stage=name))
-                elif group == (INPUT,):
+                elif only_reads(group):
                     self._unread[state.id] = None  # `_read` calls this again
                 return  # `worker_ready` calls this again
             chosen[group] = replica
@@ -246,7 +266,7 @@ class Orchestrator:
             replica.requests.add(state.id)
             replica.working.add(state.id)
             self._at_rest(state, before)
-            if name == INPUT:
+            if name == state.input:
                 self._unread.pop(state.id, None)
                 replica.reading[state.id] = has_media(state)
         for replica in chosen.values():
@@ -263,14 +283,14 @@ class Orchestrator:
     def _send_begins(self, state: RequestState, begin: set[str]) -> None:
         """Send `Begin` to downstream stages first, so that chunks seldom overtake it."""
         stripped = msgspec.structs.replace(
-            state.request, messages=[], prompt=None, prompt_token_ids=None, prompt_embeds=None
+            state.request, messages=[], received=[], prompt=None, prompt_token_ids=None, prompt_embeds=None
         )
         for name, stage in reversed(state.walk.items()):
             if name not in begin:
                 continue
             stage_state = state.stages[name]
             message = Begin(
-                request=state.request if name == INPUT else stripped,
+                request=state.request if name == state.input else stripped,
                 stage=name,
                 attempt=stage_state.attempt,
                 upstreams=[self._peer(state, up) for up in stage_state.upstreams],
@@ -281,7 +301,7 @@ class Orchestrator:
                 turns=state.turns.get(name, []),
             )
             self.supervisor.send(stage_state.address, message)
-            for piece in state.appended if name == INPUT else ():
+            for piece in state.appended if name == state.input else ():
                 self._send_piece(state, piece)
             if state.queue.behind and (stage.to_client or stage.encoded):
                 self._send_throttle(state, name)
@@ -327,8 +347,7 @@ class Orchestrator:
             if replica.worker in workers and replica.alive:
                 self.supervisor.send(replica.address, Drop(state.id))
         state.queue.put(error if error is not None else state.finished())
-        if not self.requests:
-            self._idle.set()
+        self._note_idle()
         self.supervisor.moves.request_left()
         if state.losses:
             self._launch_waiting()  # another request's last retry may have waited for this one
@@ -366,10 +385,10 @@ class Orchestrator:
     def _read(self, message: StageDone | Failed) -> None:
         """Start the next waiting request when an input worker is done with one, even a cancelled one, that has
         media."""
-        replica = self.replicas.by_worker(message.worker) if message.stage == INPUT else None
+        replica = self.replicas.by_worker(message.worker) if is_input(message.stage) else None
         if replica is None or not replica.reading.pop(message.request_id, False):
             return
-        waiting = [self.requests[one] for one in self._unread]
+        waiting = [state for one in self._unread if (state := self.requests[one]).input == message.stage]
         if waiting:
             self._launch(min(waiting, key=lambda state: state.request.priority), set())
 

@@ -16,6 +16,7 @@ from segue.messages.deltas import (
     EmbeddingDelta,
     Finished,
     ImageDelta,
+    ModelDelta,
     RequestMetrics,
     ScoreDelta,
     SegmentDelta,
@@ -102,6 +103,8 @@ class RequestOutput:
     """One per prompt token, None for the first, if requested."""
     outputs: list[Output] = field(default_factory=list)
     """By index; one unless `n` asks for more; none if the main stage makes no tokens."""
+    models: dict[str, RequestOutput] = field(default_factory=dict)
+    """In a graph of models: outputs that the request asked for by a model's name, by model."""
     usage: Usage = field(default_factory=Usage)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
@@ -119,6 +122,7 @@ class Collector:
         self._videos: dict[int, list[VideoDelta]] = {}
         self._rate = sample_rate
         self._wants_audio = wants_audio
+        self._models: dict[str, Collector] = {}
 
     def add(self, delta: Delta) -> None:
         match delta:
@@ -141,6 +145,10 @@ class Collector:
                 self._output.score = delta.score
             case ClassesDelta():
                 self._output.classes, self._output.label = delta.array, delta.label
+            case ModelDelta():
+                if delta.model not in self._models:
+                    self._models[delta.model] = Collector(self._output.request_id, wants_audio=False)
+                self._models[delta.model].add(delta.delta)
             case SegmentDelta():
                 self._output.segments.append(delta)
             case Finished():
@@ -174,7 +182,8 @@ class Collector:
             Video(np.concatenate([piece.array for piece in pieces]), pieces[0].fps)
             for _, pieces in sorted(self._videos.items())
         ]
-        if self._wants_audio:
+        self._output.models = {name: collector.output() for name, collector in self._models.items()}
+        if self._wants_audio or self._samples:
             samples = np.concatenate(self._samples) if self._samples else np.zeros(0, dtype=np.float32)
             self._output.audio = Audio(samples, self._rate)
         return self._output

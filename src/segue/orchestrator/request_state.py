@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from segue.graph.stage_graph import INPUT, Walk
+from segue.graph.stage_graph import Walk
 from segue.messages.deltas import (
     AudioDelta,
     Choice,
@@ -122,6 +122,11 @@ class RequestState:
         return self.request.request_id
 
     @property
+    def input(self) -> str:
+        """The input stage, the first of every walk."""
+        return next(iter(self.walk))
+
+    @property
     def reader(self) -> str:
         """The stage whose prompt is the request's: the main one, or, if that draws no tokens, the first that does."""
         return self.main if self.main in self.journal else next(iter(self.journal), self.main)
@@ -138,7 +143,7 @@ class RequestState:
             fresh_units = emission.units[max(0, len(journal) - emission.first_index) :]
             journal.extend(fresh_units)
             fresh_ids = ids_of(fresh_units)
-        if stage in (self.reader, INPUT):  # whichever of them counts the prompt
+        if stage in (self.reader, self.input):  # whichever of them counts the prompt
             self.usage.cached_tokens = self.usage.cached_tokens or emission.cached_tokens
             if emission.prompt_tokens > self.usage.prompt_tokens:  # input may be appended
                 self.usage.prompt_tokens = emission.prompt_tokens

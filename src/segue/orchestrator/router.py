@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import count
 
 from segue.graph.deployment.deployment import Plan
-from segue.graph.stage_graph import INPUT
+from segue.graph.parts import only_reads
 from segue.messages.wire import Stats
 from segue.orchestrator.affinity import Sessions, prefix_of
 from segue.orchestrator.replicas import Replica, Replicas
@@ -57,7 +57,7 @@ class Router:
                     chosen=replica.chosen,
                 )
             )
-        asked = Asked(input_stage=group == (INPUT,), media=has_media(state), last_try=self._last_try(state, group))
+        asked = Asked(input_stage=only_reads(group), media=has_media(state), last_try=self._last_try(state, group))
         chosen = choose(asked, routing, slack_of(self._max_batch(group)), candidates)
         return None if chosen is None else self._replicas.by_worker(chosen.worker)
 
@@ -73,7 +73,7 @@ class Router:
     def _load(self, replica: Replica) -> tuple[int, int]:
         """Return (requests that wait in a worker, requests that it works on). It reports its queue now and then; what
         exceeds a batch waits in any case."""
-        if replica.group == (INPUT,):
+        if only_reads(replica.group):
             media = sum(replica.reading.values())
             return media, len(replica.reading) - media
         mine = len(replica.working)

@@ -74,6 +74,8 @@ class ModelCard(msgspec.Struct):
     """False: the deployment loads none (`skip_tokenizer_init`); prompts and replies are token ids."""
     appends: bool = False
     """Whether input can be appended to a running request."""
+    own_outputs: frozenset[str] = frozenset()
+    """In a graph of models: outputs that a request may ask for by the model's name, e.g. `hear.text`."""
     open_options: bool = False
     """Accept all options: only the checkpoint's stages know them (a pipeline's own arguments)."""
     several_texts: bool = False

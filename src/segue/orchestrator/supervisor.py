@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,9 +21,9 @@ import zmq.asyncio
 from segue.graph.deployment.deployment import Plan
 from segue.graph.deployment.stage_plan import CPU
 from segue.graph.kinds.registry import kind_of, shares_weights
-from segue.graph.stage_graph import BUILT_IN
+from segue.graph.parts import is_built_in, member_of
 from segue.messages.errors import ConfigError, ShuttingDown, StageLost
-from segue.messages.process import WorkerSpec
+from segue.messages.process import ModelSource, WorkerSpec
 from segue.messages.wire import (
     AdapterLoaded,
     Loading,
@@ -119,16 +119,14 @@ class Supervisor:
         plan: Plan,
         owner: Owner,
         *,
-        family: str,
-        model_dir: str,
+        sources: Mapping[str, ModelSource],
         preload: list[str],
         load_format: str,
         on_progress: OnProgress | None,
     ) -> None:
         self._plan = plan
         self._owner = owner
-        self._family = family
-        self._model_dir = model_dir
+        self._sources = sources
         self._load_format = load_format
         self._on_progress = on_progress or (lambda worker, fraction, what: None)
         self.replicas = Replicas(plan.groups, {name: stage.replicas for name, stage in plan.stages.items()})
@@ -165,7 +163,7 @@ class Supervisor:
         self._context = zmq.Context()
         await self._open()
         if self._placement.no_kernels and any(
-            "cpu" in stage.devices for name, stage in self._plan.stages.items() if name not in BUILT_IN
+            "cpu" in stage.devices for name, stage in self._plan.stages.items() if not is_built_in(name)
         ):
             log.warning(
                 "no compiled kernels for the CPU: %s. torch's operators are used instead, which are slower",
@@ -249,6 +247,7 @@ class Supervisor:
         directory = self._placement.runtime_dir
         replica.address = f"ipc://{directory}/{replica.worker}"
         mine = set(replica.group)
+        source = self._sources[member_of(replica.group[0])]
         # with a policy, others may come
         workers = len(self.replicas.of_group(replica.group)) + (self._plan.moves is not None)
         edges = [edge for edge in self._plan.edges if edge.source in mine or edge.target in mine]
@@ -256,8 +255,9 @@ class Supervisor:
             WorkerSpec(
                 worker=replica.worker,
                 replica=replica.index,
-                family=self._family,
-                model_dir=self._model_dir,
+                family=source.family,
+                model_dir=source.model_dir,
+                transforms=source.transforms,
                 stages=[msgspec.to_builtins(self._plan.stages[name]) for name in replica.group],
                 edges=[msgspec.to_builtins(edge) for edge in edges],
                 replayable=[name for name, stage in self._plan.stages.items() if kind_of(stage.engine).replayable],

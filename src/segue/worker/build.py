@@ -23,13 +23,14 @@ from segue.engines.contract import HasVoices, LoadContext, StageModel, StageMode
 from segue.graph.deployment.deployment import EdgePlan, Limits
 from segue.graph.deployment.stage_plan import StagePlan
 from segue.graph.kinds.registry import plan_from
-from segue.graph.stage_graph import INPUT, OUTPUT
+from segue.graph.parts import OUTPUT, is_input, own_name
 from segue.kernels.device import give_back
 from segue.messages.errors import ConfigError
 from segue.messages.process import WorkerSpec
 from segue.messages.wire import Loading, StageFacts
 from segue.models.family import Family
 from segue.models.registry import families
+from segue.worker.bridge import Bridge
 from segue.worker.device import on_device, work_on
 from segue.worker.file_maker import FileMaker
 from segue.worker.kinds.kind import Host, check_contract, worker_kind
@@ -88,27 +89,28 @@ def build(
         progress(0.0, "loading")
         context = load_context(spec, plan)
         context.progress = progress
-        if plan.name == INPUT:
+        if is_input(plan.name):
             context.options["limits"] = _media_limits(limits)
             context.options["output_limits"] = _output_limits(limits)
             context.options["max_prompt_embeds_bytes"] = limits.max_prompt_embeds_bytes
-        factory = (
-            FileMaker if plan.name == OUTPUT else _of(stages_module.STAGE_MODELS, plan.name, family, "STAGE_MODELS")
-        )
+        own = own_name(plan.name)
+        factory = FileMaker if own == OUTPUT else _of(stages_module.STAGE_MODELS, own, family, "STAGE_MODELS")
         memfd = weights.get(plan.name)
         with nullcontext() if memfd is None else one_at_a_time(memfd):
             model = _model(factory, context, plan, ranks)
             if memfd is not None:
                 shared_bytes += share(memfd, modules())
+        if is_input(plan.name) and spec.transforms is not None:
+            model = Bridge(model, spec.transforms, chats=family.chats(context.model_dir))
         give_back()
         kind = worker_kind(plan.engine)
         facts[plan.name] = kind.facts(model)
         if isinstance(model, HasVoices):
             facts[plan.name] = msgspec.structs.replace(facts[plan.name], voices=_voices(model, plan))
         transfers = {
-            edge.target: _of(stages_module.TRANSFERS, (edge.source, edge.target), family, "TRANSFERS")
-            for edge in edges
-            if edge.source == plan.name and edge.target != OUTPUT
+            target: _of(stages_module.TRANSFERS, (own, own_name(target)), family, "TRANSFERS")
+            for target in (edge.target for edge in edges if edge.source == plan.name)
+            if own_name(target) != OUTPUT
         }
         engine = kind.build(plan, model, context, host if ranks is None else replace(host, ranks=ranks.link))
         progress(0.9, "warming up")

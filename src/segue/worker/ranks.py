@@ -22,6 +22,7 @@ from segue.engines.contract import Engine, LoadContext
 from segue.engines.ranks import Leading, LedAdapters, RankedEngine, follow
 from segue.graph.deployment.stage_plan import StagePlan
 from segue.graph.kinds.registry import plan_from
+from segue.graph.parts import own_name
 from segue.kernels.device import give_back
 from segue.messages.process import WorkerSpec
 from segue.models.registry import families
@@ -122,7 +123,7 @@ def load_context(spec: WorkerSpec, plan: StagePlan, rank: int = 0) -> LoadContex
     keys that its device does not support."""
     base = LoadContext(
         model_dir=Path(spec.model_dir),
-        stage=plan.name,
+        stage=own_name(plan.name),
         device=torch.device(plan.device_of(spec.replica, rank)),
         dtype=dtype_of(plan.dtype),
         load_format=spec.load_format if plan.load_format == "auto" else plan.load_format,
@@ -150,7 +151,7 @@ def _follow(spec: WorkerSpec, plan: StagePlan, rank: int, end: socket.socket, me
     torch.set_num_threads(threads_of(plan))
     context = load_context(spec, plan, rank)
     ranks = _meet(context, plan, rank, meeting, [end])
-    model = families()[spec.family].load_stages().STAGE_MODELS[plan.name](context)
+    model = families()[spec.family].load_stages().STAGE_MODELS[own_name(plan.name)](context)
     give_back()
     engine = worker_kind(plan.engine).build(plan, model, context, Host(ranks=ranks))
     assert isinstance(engine, RankedEngine)

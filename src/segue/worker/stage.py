@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from segue.connectors.base import Connector
 from segue.engines.autoregressive.contract import LoraHost
 from segue.engines.contract import Engine, StageOutput, StageRequest, Transfer
 from segue.graph.deployment.stage_plan import StagePlan
-from segue.graph.parts import CLIENT, INPUT, OUTPUT, TOKENS
+from segue.graph.parts import CLIENT, OUTPUT, TOKENS, full_name, is_input, member_of, own_name
 from segue.kernels.device import end_where_lost
 from segue.messages.deltas import (
     AudioDelta,
@@ -29,6 +31,7 @@ from segue.messages.deltas import (
     VideoDelta,
 )
 from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed
+from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams, merged
 from segue.messages.units import TurnEnd
 from segue.messages.wire import AdapterLoaded, Begin, Emission, LoadAdapter, OutputEnd, Peer
@@ -112,17 +115,17 @@ class StageRunner:
         sampling = merged(request=asked, deployment=self.plan.sampling, family=self.default_sampling)
         seed = sampling.seed if sampling.seed is not None else begin.request.seed
         assert seed is not None, "the orchestrator gives every request a seed"
-        upstreams = frozenset(peer.stage for peer in begin.upstreams)
-        if begin.stage == INPUT and begin.request.open:
+        upstreams = frozenset(own_name(peer.stage) for peer in begin.upstreams)
+        if is_input(begin.stage) and begin.request.open:
             upstreams |= {CLIENT}
         request = StageRequest(
             request_id=begin.request.request_id,
             stage=self.plan.name,
-            request=begin.request,
+            request=_own(begin.request),
             sampling=sampling,
             seed=seed,
             upstreams=upstreams,
-            downstreams=frozenset(peer.stage for peer in begin.downstreams),
+            downstreams=frozenset(own_name(peer.stage) for peer in begin.downstreams),
             to_client=frozenset(begin.to_client),
             encoded=frozenset(begin.encoded),
             resume=begin.resume[0] if begin.resume else [],
@@ -211,6 +214,12 @@ def units(delta: ClientDelta) -> int:
     return 1
 
 
+def _own(request: Request) -> Request:
+    """Return a request in the terms of its model, which knows its stages by their own names."""
+    sampling = {own_name(stage): params for stage, params in request.sampling.items()}
+    return msgspec.structs.replace(request, sampling=sampling)
+
+
 def client_deltas(request: StageRequest, output: StageOutput) -> list[ClientDelta]:
     """Return the part of an output that the client asked for; data only for the client leave the payload."""
     deltas: list[ClientDelta] = []
@@ -227,8 +236,10 @@ def client_deltas(request: StageRequest, output: StageOutput) -> list[ClientDelt
             )
         )
     payload: dict[str, Any] = output.payload or {}
-    if request.stage == OUTPUT:
-        return list(payload.get("deltas", ()))
+    if own_name(request.stage) == OUTPUT:
+        member = member_of(request.stage)
+        made = payload.get("deltas", ())
+        return [msgspec.structs.replace(delta, stage=full_name(member, delta.stage)) for delta in made]
     if "audio" in request.to_client and "samples" in payload:
         samples = payload["samples"]
         if samples.numel():

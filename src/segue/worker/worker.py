@@ -11,8 +11,7 @@ from collections import OrderedDict, deque
 
 from segue.connectors.base import Connector
 from segue.engines.contract import StageOutput
-from segue.graph.parts import CLIENT
-from segue.graph.stage_graph import INPUT, OUTPUT
+from segue.graph.parts import CLIENT, OUTPUT, is_input, own_name
 from segue.messages.errors import Cancelled, InvalidRequest, SegueError
 from segue.messages.process import WorkerSpec
 from segue.messages.wire import (
@@ -151,7 +150,7 @@ class Worker:
     def hand_on(self, stage: StageRunner, visit: Visit, output: StageOutput) -> None:
         """Apply each edge's transfer; a final output closes the edge's stream even without a payload."""
         for peer in visit.begin.downstreams:
-            if peer.stage == OUTPUT:
+            if own_name(peer.stage) == OUTPUT:
                 payload = stage.for_output(visit, output)
             else:
                 payload = stage.transfers[peer.stage](visit.request, output)
@@ -300,7 +299,7 @@ class Worker:
         for name, stage in self.stages.items():
             if visit := stage.visits.pop(request_id, None):
                 stage.engine.cancel(request_id)
-                if name == INPUT:  # the orchestrator waits until the input stage is done with each request
+                if is_input(name):  # the orchestrator waits until the input stage is done with each request
                     self.tell_failed(visit.begin, Cancelled("it was dropped"))
         self.outbox.drop(request_id)
         for connector in self.all_connectors:
@@ -357,18 +356,18 @@ class Worker:
                 self.tell_lost(chunk.request_id, chunk.target, visit.begin.attempt, source)
                 return
             payload = taken[0]
-            if chunk.target == OUTPUT:  # it keeps nothing of a chunk that it has used
+            if own_name(chunk.target) == OUTPUT:  # it keeps nothing of a chunk that it has used
                 unused.taken = connector, chunk.meta
             else:
                 visit.taken.append((connector, chunk.meta))
         self.meter.hop(edge, time.monotonic() - chunk.sent, chunk.nbytes)
         visit.next_seq[source] = chunk.seq + 1
         # the output stage tells repetitions by their units: a new attempt may have been given its input in other pieces
-        numbered = source in self.replayable and chunk.target != OUTPUT
+        numbered = source in self.replayable and own_name(chunk.target) != OUTPUT
         known = source in visit.complete or (numbered and chunk.seq < visit.fed.get(source, 0))
         try:
             if not known:
-                stage.engine.feed(chunk.request_id, source, payload, final=chunk.final)
+                stage.engine.feed(chunk.request_id, own_name(source), payload, final=chunk.final)
         except Exception as error:
             # see on_begin
             visit.unused.append(unused)

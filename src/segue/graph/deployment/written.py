@@ -11,7 +11,8 @@ from segue.graph.deployment.deployment import Hardware, Limits, MovePolicy
 from segue.graph.deployment.section import Section, as_mapping, wrong
 from segue.graph.deployment.stage_plan import CPU, ROUTINGS
 from segue.graph.kinds.registry import kind_keys, kind_of, kinds, rank_keys
-from segue.graph.stage_graph import BUILT_IN, StageGraph
+from segue.graph.parts import is_built_in, member_of, own_name
+from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import ConfigError, nearest
 
 TOP_KEYS = (
@@ -107,13 +108,13 @@ def read(graph: StageGraph, values: object, overrides: Mapping[str, Any]) -> Wri
             raise ConfigError(f"{path} is stage {name!r}, as is {stages[name].path}; describe it once", field=path)
         # input and output stages run on the CPU without a network: defaults that are meant for networks do not apply
         without = graph.stages[name].without
-        section = Section(path, entry, keys, below=None if name in BUILT_IN else below, foreign=_FOREIGN, own=without)
+        section = Section(path, entry, keys, below=None if is_built_in(name) else below, foreign=_FOREIGN, own=without)
         _check_engine(graph, name, section)
         wires.extend(_wiring(graph, name, section))
         stages[name] = section
     for name in graph.topological():
         own = graph.stages[name].without
-        stages.setdefault(name, Section(f"stages.{name}", {}, (), below=None if name in BUILT_IN else below, own=own))
+        stages.setdefault(name, Section(f"stages.{name}", {}, (), below=None if is_built_in(name) else below, own=own))
     limits = Section("limits", top.mapping("limits"), LIMIT_KEYS)
     _, policy = top.find("moves")
     moves = None if policy is None else Section("moves", policy, MOVE_KEYS)
@@ -125,13 +126,14 @@ def _stage_entries(graph: StageGraph, top: Section) -> Iterator[tuple[str, str, 
     """Yield (stage, path, entry, allowed keys) of every stage in the file."""
     _, written = top.find("stages")
     if not isinstance(written, list):
-        for name, entry in top.mapping("stages").items():
+        for written_name, entry in top.mapping("stages").items():
+            name = _of_member(graph, written_name)
             if name not in graph.stages:
                 raise ConfigError(
                     f"stages has {name!r}, which is no stage of {graph.name!r}{nearest(name, graph.stages)}",
                     field=f"stages.{name}",
                 )
-            yield name, f"stages.{name}", entry, (*stage_keys(), *_WIRING)
+            yield name, f"stages.{written_name}", entry, (*stage_keys(), *_WIRING)
     for key in ("stages", "stage_args"):
         if key == "stage_args" or isinstance(written, list):
             for path, entry in top.entries(key):
@@ -142,6 +144,20 @@ def _stage_entries(graph: StageGraph, top: Section) -> Iterator[tuple[str, str, 
                     fields,
                     (*stage_keys(), *_WIRING, "stage_id", "stage_name"),
                 )
+
+
+def _of_member(graph: StageGraph, name: str) -> str:
+    """Return the full name of a stage of a graph of models: a model that has a single stage of its own
+    stands for it. Raises `ConfigError`."""
+    if name not in graph.members:
+        return name
+    stages = [stage for stage in graph.stages if member_of(stage) == name and not is_built_in(stage)]
+    if len(stages) > 1:
+        raise ConfigError(
+            f"stages has {name!r}, a model of {graph.name!r} with several stages; name one: {', '.join(stages)}",
+            field=f"stages.{name}",
+        )
+    return stages[0]
 
 
 def _named_stage(graph: StageGraph, path: str, entry: Mapping[str, Any]) -> str:
@@ -162,9 +178,9 @@ def _named_stage(graph: StageGraph, path: str, entry: Mapping[str, Any]) -> str:
 def stage_of(graph: StageGraph, path: str, value: object) -> str:
     """Return the stage of a name or number. Numbers count the stages from 0 in topological order without `input` and
     `output`."""
-    counted = [name for name in graph.topological() if name not in BUILT_IN]
-    if isinstance(value, str) and value in graph.stages:
-        return value
+    counted = [name for name in graph.topological() if not is_built_in(name)]
+    if isinstance(value, str) and (name := _of_member(graph, value)) in graph.stages:
+        return name
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
     if type(number) is int and 0 <= number < len(counted):
         return counted[number]
@@ -294,9 +310,10 @@ def joined_wish(group: Sequence[str], wishes: Mapping[str, Wish]) -> Wish:
 
 def wish_of(graph: StageGraph, name: str, section: Section, hardware: Hardware) -> Wish:
     devices = _devices(section, hardware)
-    if name in BUILT_IN:
+    if is_built_in(name):
         if devices not in (None, (CPU,)):
-            raise wrong(section.at("devices"), section.values["devices"], f"cpu: the {name} stage runs on the CPU")
+            right = f"cpu: the {own_name(name)} stage runs on the CPU"
+            raise wrong(section.at("devices"), section.values["devices"], right)
         devices = (CPU,)
     stage = graph.stages[name]
     ranks = kind_of(stage.engine).ranks(graph.name, stage, section)

@@ -14,7 +14,7 @@ from segue.graph.kinds.autoregressive import AUTOREGRESSIVE
 from segue.graph.kinds.diffusion import DIFFUSION
 from segue.graph.kinds.kind import EngineKind
 from segue.graph.kinds.module import MODULE
-from segue.graph.parts import INPUT
+from segue.graph.parts import is_input
 from segue.graph.plugins import plugins
 from segue.messages.errors import ConfigError
 
@@ -44,7 +44,7 @@ def kind_of(engine: str) -> EngineKind[Any]:
 def shares_weights(stage: StagePlan, workers: int) -> bool:
     """Whether so many workers of a stage share their weights: several on the CPU, of one process each."""
     alone = workers == 1 or stage.ranks > 1
-    return not alone and stage.devices == (CPU,) and stage.name != INPUT and kind_of(stage.engine).shares_weights
+    return not alone and stage.devices == (CPU,) and not is_input(stage.name) and kind_of(stage.engine).shares_weights
 
 
 def plan_from(values: Mapping[str, Any]) -> StagePlan:

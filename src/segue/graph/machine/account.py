@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from segue.graph.deployment.deployment import Hardware, Plan
 from segue.graph.deployment.stage_plan import CPU
-from segue.graph.stage_graph import BUILT_IN
+from segue.graph.parts import is_built_in
 
 GiB = 1 << 30
 
 
 def account(plan: Plan) -> list[str]:
     """Return one line about the machine, then one about each worker."""
-    return [_found(plan.hardware), *(_worker(plan, group) for group in plan.groups if not BUILT_IN.issuperset(group))]
+    workers = [group for group in plan.groups if not all(map(is_built_in, group))]
+    return [_found(plan.hardware), *(_worker(plan, group) for group in workers)]
 
 
 def cautions(plan: Plan) -> list[str]:
     """Return the problems of the machine's GPUs; none if the deployment sets the devices of every stage."""
-    if all("devices" in plan.said.get(name, {}) for name in plan.stages if name not in BUILT_IN):
+    if all("devices" in plan.said.get(name, {}) for name in plan.stages if not is_built_in(name)):
         return []
     on_cpu = all(stage.devices == (CPU,) for stage in plan.stages.values())
     then = "; stages run on the CPU, in float32 unless configured otherwise" if on_cpu else ""

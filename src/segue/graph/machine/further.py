@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 from segue.graph.deployment.deployment import MiB, Plan
 from segue.graph.kinds.registry import kind_of, shares_weights
+from segue.graph.parts import only_reads
 from segue.graph.render import table
-from segue.graph.stage_graph import INPUT
 
 
 def further_workers(plan: Plan, weights: Mapping[str, int]) -> str:
     """Return a table with a row for each worker that has weights. `weights`: stage → bytes of its weights as published,
     as far as they are known."""
     rows = [["a further worker", "weights", "caches", "activations", "together"]]
-    rows += [_row(plan, group, weights) for group in plan.groups if group != (INPUT,)]
+    rows += [_row(plan, group, weights) for group in plan.groups if not only_reads(group)]
     return "\n".join(table(rows)) + "\n"
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from segue.graph.deployment.section import Section, wrong
 from segue.graph.deployment.written import Wish, joined_wish, said_of_ranks
+from segue.graph.parts import member_of
 from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import ConfigError, nearest
 
@@ -63,6 +64,10 @@ def _joined_with(graph: StageGraph, name: str, section: Section) -> str | None:
     if other not in graph.stages:
         hint = nearest(other, [stage for stage in graph.stages if stage != name])
         raise ConfigError(f"{path} is {other!r}, which is no stage of {graph.name!r}{hint}", field=path)
+    if member_of(other) != member_of(name):
+        if "fuse_with" in section.values:
+            raise wrong(path, other, f"a stage of {member_of(name)!r}: a worker has stages of one model")
+        return None
     if other == name:
         if "fuse_with" in section.values:
             raise wrong(path, other, "another stage")

@@ -10,8 +10,8 @@ from typing import NoReturn
 from segue.graph.deployment.deployment import Hardware
 from segue.graph.deployment.section import Section
 from segue.graph.deployment.stage_plan import CPU
+from segue.graph.parts import is_built_in
 from segue.graph.plan.groups import Place
-from segue.graph.stage_graph import BUILT_IN
 from segue.messages.errors import ConfigError
 
 _POOL = 0.9
@@ -36,7 +36,7 @@ def share_memory(
         if explicit > 1.0 + 1e-9:
             _over(device, here, said, sections)
         silent = {
-            name: weights[name] * count for name, count in here.items() if said[name] is None and name not in BUILT_IN
+            name: weights[name] * count for name, count in here.items() if said[name] is None and not is_built_in(name)
         }
         pool = min(_CPU_POOL if device == CPU else _POOL, max(_POOL - explicit, (1.0 - explicit) / 2))
         for name in silent:

@@ -9,10 +9,11 @@ from segue.graph.deployment.section import Section, wrong
 from segue.graph.deployment.stage_plan import CPU
 from segue.graph.deployment.written import Wire, Wish, joined_wish, path_of, said_of_ranks, wish_of
 from segue.graph.kinds.registry import kind_of
+from segue.graph.parts import is_built_in, only_reads
 from segue.graph.plan.groups import Place, check_alone, groups_of
 from segue.graph.plan.memory_shares import share_memory
 from segue.graph.plan.wiring import Connectors
-from segue.graph.stage_graph import INPUT, OUTPUT, Stage, StageGraph
+from segue.graph.stage_graph import Stage, StageGraph
 from segue.messages.errors import ConfigError
 
 _MOST_INPUTS = 4
@@ -40,9 +41,9 @@ def place(
     for group in groups:
         check_alone(group, joined[group], sections)
     devices = _spread(joined, weights, hardware, sections)
-    inputs = min(_MOST_INPUTS, hardware.cpus + 1) if graph.takes - {"text"} else 1
+    inputs = min(_MOST_INPUTS, hardware.cpus + 1)
     replicas = {
-        group: _replicas(group, joined[group], devices[group], sections, inputs if group == (INPUT,) else 1)
+        group: _replicas(group, joined[group], devices[group], sections, inputs if _decodes(graph, group) else 1)
         for group in groups
     }
     threads = _threads(joined, devices, replicas, weights, hardware, _light(graph, groups))
@@ -54,12 +55,17 @@ def place(
             0.0,
             0,
             joined[group].ranks or 1,
-            joined[group].routing or (("load",) if group == (INPUT,) else _ROUTING),
+            joined[group].routing or (("load",) if only_reads(group) else _ROUTING),
         )
         for group in groups
         for name in group
     }
     return groups, share_memory(places, sections, weights, hardware)
+
+
+def _decodes(graph: StageGraph, group: tuple[str, ...]) -> bool:
+    """Whether this is the worker of an input stage that decodes media."""
+    return only_reads(group) and bool(graph.takes_with(group[0]) - {"text"})
 
 
 def _weight(stage: Stage, main: str) -> int:
@@ -125,7 +131,7 @@ def _light(graph: StageGraph, groups: Collection[tuple[str, ...]]) -> set[tuple[
     dominant = {group for group in groups if any(kind_of(graph.stages[name].engine).dominant for name in group)}
     if dominant:
         return set(groups) - dominant
-    return {(OUTPUT,), (INPUT,)} if graph.takes <= {"text"} else {(OUTPUT,)}
+    return {group for group in groups if all(map(is_built_in, group)) and not _decodes(graph, group)}
 
 
 def _threads(
@@ -150,7 +156,8 @@ def _threads(
         if group not in said and group not in light
     }
     most = {group: hardware.cpus if CPU in devices[group] else _MOST_GPU_THREADS for group in weight}
-    counted = {**replicas, (INPUT,): 1}  # its replicas are for slow files, not for parallel work
+    # replicas of input stages are for slow files, not for parallel work
+    counted = {group: 1 if only_reads(group) else count for group, count in replicas.items()}
     left = hardware.cpus - sum(threads[group] * counted[group] for group in joined if group not in light)
     while hungry := [group for group in weight if threads[group] < most[group] and counted[group] <= left]:
         group = max(hungry, key=lambda group: weight[group] / threads[group])

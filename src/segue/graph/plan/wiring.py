@@ -10,7 +10,8 @@ from typing import NoReturn
 from segue.graph.deployment.deployment import ConnectorKind, EdgePlan, MiB
 from segue.graph.deployment.section import Section, as_mapping, wrong
 from segue.graph.deployment.written import Wire
-from segue.graph.stage_graph import INPUT, Edge, StageGraph
+from segue.graph.parts import is_input
+from segue.graph.stage_graph import Edge, StageGraph
 from segue.messages.errors import ConfigError, nearest
 
 KINDS: dict[str, ConnectorKind] = {"SharedMemoryConnector": "shm", "InProcessConnector": "inproc"}
@@ -154,7 +155,7 @@ def _check_start(graph: StageGraph, edge: Edge, path: str) -> None:
         if name in after:
             after.update(graph.downstreams(name))
     for other in graph.edges:
-        if other.target in after and other.source not in {*after, INPUT} and other != edge:
+        if other.target in after and other.source not in after and not is_input(other.source) and other != edge:
             raise ConfigError(
                 f"edge {edge.source} -> {edge.target} cannot have a start: {other.target!r} also gets chunks from "
                 f"{other.source!r}, which could wait for it for ever",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from segue.graph.parts import OUTPUT
+from segue.graph.parts import is_built_in
 from segue.messages.errors import InvalidRequest, shown, wrong
 from segue.messages.sampling import sampling_from
 from segue.orchestrator.service import ModelCard
@@ -76,7 +76,7 @@ def sampling_by_stage(
     if not card.sampling_stages:
         raise Unsupported(f"{_SAMPLING} is given, but this model has no stage that samples", field=_SAMPLING)
     first = card.stages.index(card.sampling_stages[0])
-    stages = [stage for stage in card.stages[first:] if stage != OUTPUT]
+    stages = [stage for stage in card.stages[first:] if not is_built_in(stage)]
     if len(listed) > len(stages):
         raise InvalidRequest(
             f"{_SAMPLING} has {len(listed)} entries; there is one for each of: {', '.join(stages)}", field=_SAMPLING

@@ -11,7 +11,7 @@ from qwen3_tts_family import Case, Speech, Spoken, cases, context, spoken_by, st
 from segue.messages.errors import InvalidRequest
 from segue.messages.request import Piece, TextPart
 from segue.models.speech.qwen3_tts.talker import Talker
-from segue.server.openai.audio.words import Words
+from segue.orchestrator.spoken.words import Words
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ from segue.messages.deltas import AudioDelta, Delta
 from segue.messages.errors import StageFailed
 from segue.messages.request import Request, TextPart
 from segue.messages.speech import TextToSpeech
-from segue.server.openai.audio.arriving_text import MOST_SENTENCES, MOST_STREAMED
+from segue.orchestrator.spoken.passages import MOST_SENTENCES
+from segue.server.openai.audio.arriving_text import MOST_STREAMED
 from segue.server.settings import ServerSettings
 from segue.server.tenants.tenants import Tenant, digest
 

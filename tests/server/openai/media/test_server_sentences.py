@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue.server.openai.audio import words
-from segue.server.openai.audio.sentences import LONGEST, Sentences
-from segue.server.openai.audio.words import Words
+from segue.orchestrator.spoken import words
+from segue.orchestrator.spoken.sentences import LONGEST, Sentences
+from segue.orchestrator.spoken.words import Words
 
 LETTERS = "aZ1é你।．. ...!?。！」\"')\n ,，;-…e.g.Dr.\t"
 TEXTS = st.text(st.sampled_from(LETTERS) | st.characters(), max_size=120) | st.builds(

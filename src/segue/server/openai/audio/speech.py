@@ -22,12 +22,13 @@ from segue.messages.formats import AUDIO_FORMATS
 from segue.messages.request import Request
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
+from segue.orchestrator.spoken.passages import Passage, in_turn
 from segue.server.generation.generations import run_generations
 from segue.server.http.body import read_json
 from segue.server.http.checking import Checking
 from segue.server.http.disconnect import ByteStream, EventStream
 from segue.server.http.events import named_events
-from segue.server.openai.audio.arriving_text import ArrivingText, Passage, in_turn, is_text, query_values
+from segue.server.openai.audio.arriving_text import ArrivingText, is_text, query_values
 from segue.server.openai.audio.speech_request import WRITTEN, SpeechRequest, speech_options, speech_request
 from segue.server.settings import ServerSettings
 

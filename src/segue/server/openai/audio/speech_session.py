@@ -17,11 +17,13 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from segue.messages.errors import Cancelled, InvalidRequest, SegueError, TooLarge, wrong
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
+from segue.orchestrator.spoken.passages import MOST_SENTENCES, Passage, in_turn
+from segue.orchestrator.spoken.sentences import Sentences
+from segue.orchestrator.spoken.words import Words
 from segue.server.http.checking import Checking
 from segue.server.http.disconnect import CLIENT_GONE
 from segue.server.http.errors import UploadTimeout
-from segue.server.openai.audio.arriving_text import MOST_SENTENCES, MOST_STREAMED, Passage, in_turn
-from segue.server.openai.audio.sentences import Sentences
+from segue.server.openai.audio.arriving_text import MOST_STREAMED
 from segue.server.openai.audio.speech import encoded, said
 from segue.server.openai.audio.speech_messages import (
     SessionConfig,
@@ -31,7 +33,6 @@ from segue.server.openai.audio.speech_messages import (
     start_message,
 )
 from segue.server.openai.audio.speech_request import MOST_CHARACTERS
-from segue.server.openai.audio.words import Words
 from segue.server.settings import ServerSettings
 from segue.server.tenants.tenants import calling
 

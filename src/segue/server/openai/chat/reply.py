@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from segue.media.encode import encode_png
-from segue.messages.deltas import Delta, EncodedDelta, Finished, ImageDelta, TextDelta, TokenLogprobs
+from segue.messages.deltas import Delta, EncodedDelta, Finished, ImageDelta, ModelDelta, TextDelta, TokenLogprobs
 from segue.models.shared.dialects.pieces import CallArguments, CallBegun, Piece, Said, Thought
 from segue.server.generation.usage import metrics_object
 from segue.server.openai.chat.request import ChatRequest, logprobs_object
@@ -151,6 +151,8 @@ class WholeChoice:
         """The pieces of the audio file."""
         self._rate: float | None = None
         self._images: list[ImageDelta] = []
+        self._texts: dict[str, str] = {}
+        """What the client requested by the name of a model of a graph of models."""
 
     def take(self, delta: Delta) -> None:
         """Add a delta."""
@@ -166,6 +168,9 @@ class WholeChoice:
         elif isinstance(delta, ImageDelta):
             if delta.partial is None:
                 self._images.append(delta)
+        elif isinstance(delta, ModelDelta):
+            if isinstance(delta.delta, TextDelta):
+                self._texts[delta.model] = self._texts.get(delta.model, "") + delta.delta.text
         elif isinstance(delta, Finished):
             self._pieces += self._reader.finish()
             self._end = delta
@@ -198,6 +203,8 @@ class WholeChoice:
                 "format": chat.audio_format,
                 "sample_rate": self._rate,
             }
+        if self._texts:
+            message["models"] = {name: {"text": text} for name, text in self._texts.items()}
         if self._images:
             message["images"] = images = [image_object(image) for image in self._images]
             if not chat.wants_text:  # vllm-omni's clients read images here

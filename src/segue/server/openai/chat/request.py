@@ -332,14 +332,18 @@ def _modalities(wanted: list[str] | None, card: ModelCard) -> list[str]:
     if wanted is None:
         others = card.gives - {"video"} or card.gives
         wanted = ["text"] if "text" in card.gives else sorted(others)
+    texts = {name for name in card.own_outputs if name.endswith(".text")}
     for index, name in enumerate(wanted):
-        if name not in card.gives:
-            gives = ", ".join(sorted(card.gives))
+        if name not in card.gives and name not in texts:
+            gives = ", ".join([*sorted(card.gives), *sorted(texts)])
             raise InvalidRequest(
                 f"modalities[{index}] is {shown(name)}; this model gives: {gives}", field=f"modalities[{index}]"
             )
     if not wanted:
         raise InvalidRequest("modalities is empty; name at least one, or leave it out for text", field="modalities")
+    if card.gives.isdisjoint(wanted):
+        gives = ", ".join(sorted(card.gives))
+        raise InvalidRequest(f"modalities is {shown(wanted)}; it must have one of {gives}, too", field="modalities")
     if "video" in wanted:
         raise Unsupported("a chat completion cannot return video: use POST /v1/videos", field="modalities")
     return list(dict.fromkeys(wanted))

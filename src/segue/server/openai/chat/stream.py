@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from segue.messages.deltas import ChoiceEnded, Delta, EncodedDelta, Finished, ImageDelta, TextDelta
+from segue.messages.deltas import ChoiceEnded, Delta, EncodedDelta, Finished, ImageDelta, ModelDelta, TextDelta
 from segue.models.shared.dialects.pieces import Piece, Said
 from segue.server.generation.generations import early_end
 from segue.server.generation.usage import RunningUsage, usage_object
@@ -56,6 +56,9 @@ class _StreamedChoice:
         elif isinstance(delta, ImageDelta):
             if delta.partial is None:
                 entries.append(self._entry({"images": [await asyncio.to_thread(image_object, delta)]}))
+        elif isinstance(delta, ModelDelta):
+            if isinstance(delta.delta, TextDelta):
+                entries.append(self._entry({"models": {delta.model: {"text": delta.delta.text}}}))
         elif isinstance(delta, Finished):
             self._ended = True
             entries += self._read(self._reader.finish())

@@ -1,0 +1,275 @@
+"""A served graph of models: which of them a request needs, and what each gets of it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from segue.graph.deployment.deployment import Plan
+from segue.graph.parts import TOKENS, Link, member_of
+from segue.messages.deltas import Delta
+from segue.messages.errors import InvalidRequest, NotFound, nearest, wrong
+from segue.messages.formats import Format, check_formats
+from segue.messages.request import ChatOptions, MediaPart, Message, Part, Received, Request
+from segue.messages.sampling import SamplingParams
+from segue.messages.wire import StageFacts
+from segue.models.model_graph import Models
+from segue.models.shared.diffusion.sizes import Sizes
+from segue.orchestrator.open_request import OpenRequest
+from segue.orchestrator.orchestrator import Orchestrator
+from segue.orchestrator.relay import relayed
+from segue.orchestrator.served import ServedModel
+from segue.orchestrator.service import ModelCard
+
+
+@dataclass(slots=True)
+class Needs:
+    """What a request needs of one model."""
+
+    plain: set[str] = field(default_factory=set)
+    """Modalities that the client gets as the output."""
+    named: set[str] = field(default_factory=set)
+    """Modalities that it requested by the model's name."""
+    handed: set[str] = field(default_factory=set)
+    """Modalities that go to other models."""
+
+    @property
+    def modalities(self) -> list[str]:
+        return sorted(self.plain | self.named | self.handed)
+
+
+class ServedGraph:
+    """`Served`, over several models."""
+
+    def __init__(
+        self, name: str, models: Models, served: Mapping[str, ServedModel], plan: Plan, orchestrator: Orchestrator
+    ) -> None:
+        self.models = served
+        """In topological order."""
+        self.links: tuple[Link, ...] = models.graph.links
+        self.orchestrator = orchestrator
+        self.main = member_of(models.graph.main)
+        self._givers = models.givers
+        self._plan = plan
+        self.takes = {member: one.takes for member, one in models.members.items()}
+        fed = {link.target for link in self.links}
+        self.entries = [member for member in served if member not in fed]
+        """The models that take the client's request."""
+        self.card = _card(name, self, models.givers, plan)
+
+    @property
+    def chats(self) -> bool:
+        return self.models[self.entries[0]].chats
+
+    @property
+    def open_options(self) -> bool:
+        return any(model.open_options for model in self.models.values())
+
+    @property
+    def sizes(self) -> Sizes | None:
+        return next((model.sizes for model in self.models.values() if model.sizes is not None), None)
+
+    @property
+    def images(self) -> bool:
+        return any(model.images for model in self.models.values())
+
+    def learn(self, facts: Mapping[str, StageFacts]) -> None:
+        for model in self.models.values():
+            model.learn(facts)
+            self.card.vocab_sizes |= model.card.vocab_sizes
+        speaker = self._givers.get("audio")
+        self.card.voices = self.models[speaker].card.voices if speaker is not None else []
+        self.card.max_model_len = self.models[self.main].card.max_model_len
+
+    def check(self, request: Request) -> None:
+        for member, needs in self._needs(request).items():
+            self.models[member].check(self.part(request, member, needs))
+
+    def stream(self, request: Request) -> AsyncGenerator[Delta]:
+        if request.modalities == [TOKENS]:  # the prompt of the model that writes
+            needs = Needs({TOKENS})
+            return self.models[self.main].stream(self.part(request, self.main, needs, entry=True))
+        needed = self._needs(request)
+        for member, needs in needed.items():
+            self.models[member].admit(self.part(request, member, needs))
+        if request.deadline is None and (seconds := self._plan.limits.default_deadline) is not None:
+            request.deadline = time.time() + seconds
+        if request.seed is None:
+            request.seed = secrets.randbits(63)
+        return relayed(self, request, needed)
+
+    def open(self, request: Request, *, reply: bool) -> OpenRequest:
+        raise InvalidRequest(f"{self.card.name} takes its whole input at once", field="open")
+
+    def stream_appended(self, request: Request, pieces: AsyncGenerator[str]) -> AsyncGenerator[Delta]:
+        raise InvalidRequest(f"{self.card.name} takes its whole input at once", field="open")
+
+    def speaks(self, member: str) -> bool:
+        """Whether a model says the text that it gets, and does nothing else."""
+        card = self.models[member].card
+        return card.says is not None and "text" not in card.gives
+
+    def part(
+        self,
+        request: Request,
+        member: str,
+        needs: Needs,
+        *,
+        received: list[Received] | None = None,
+        number: int | None = None,
+        entry: bool | None = None,
+    ) -> Request:
+        """Return the part of a request that is for one model. `received`: what it gets from others; `number`: which of
+        its generations this is, if there are several; `entry`: it takes the client's messages."""
+        card = self.models[member].card
+        entry = member in self.entries if entry is None else entry
+        sampling = {stage: params for stage, params in request.sampling.items() if stage in card.sampling_stages}
+        options = {name: value for name, value in request.options.items() if name in card.options}
+        if card.says is not None and self.speaks(member):
+            options = {**card.says.options, **options}
+            usual = card.says.sampling
+            sampling |= {stage: sampling.get(stage, SamplingParams()).over(usual[stage]) for stage in usual}
+        part = msgspec.structs.replace(
+            request,
+            request_id=f"{request.request_id}.{member}" + ("" if number is None else f"-{number}"),
+            member=member,
+            received=received or [],
+            chat=request.chat if member == self.main else ChatOptions(),
+            modalities=needs.modalities,
+            voice=request.voice if "audio" in card.gives and member == self._givers.get("audio") else None,
+            sampling=sampling,
+            diffusion=request.diffusion if self.models[member].images else None,
+            adapter=request.adapter if request.adapter in card.adapters else None,
+            return_prompt_ids=request.return_prompt_ids and member == self.main,
+            formats=_formats(request, needs, number),
+            options=options,
+        )
+        if not entry:
+            return msgspec.structs.replace(
+                part, messages=[], prompt=None, prompt_token_ids=None, prompt_embeds=None, add_special_tokens=None
+            )
+        if len(self.entries) > 1:
+            part.messages = self._messages_for(request, member)
+        return part
+
+    def _messages_for(self, request: Request, member: str) -> list[Message]:
+        """The client's messages with the parts that a model takes, if several take the request."""
+        takes = self.takes[member]
+        kept = [
+            msgspec.structs.replace(message, content=[part for part in message.content if _kind(part) in takes])
+            for message in request.messages
+        ]
+        return [message for message in kept if message.content]
+
+    def _needs(self, request: Request) -> dict[str, Needs]:
+        """Return what a request needs of each model, in topological order. Raises `InvalidRequest` or `NotFound`."""
+        self._check_names(request)
+        found: dict[str, Needs] = {}
+        for modality in request.modalities:
+            member, _, own = modality.rpartition(".")
+            if modality in self._givers:
+                found.setdefault(self._givers[modality], Needs()).plain.add(modality)
+            elif modality in self.card.own_outputs:
+                found.setdefault(member, Needs()).named.add(own)
+            else:
+                known = sorted({*self._givers, *self.card.own_outputs})
+                raise InvalidRequest(
+                    f"modalities has {modality!r}; this graph gives {', '.join(known)}", field="modalities"
+                )
+        if not found:
+            raise InvalidRequest(
+                f"modalities is empty; this graph gives {', '.join(sorted(self._givers))}", field="modalities"
+            )
+        for member in reversed(list(self.models)):
+            for link in self.links:
+                if link.target == member and member in found:
+                    found.setdefault(link.source, Needs()).handed.add(link.carries)
+        check_formats(request.formats, request.modalities)
+        for member, needs in found.items():
+            if both := sorted(request.formats.keys() & (needs.handed | needs.named)):
+                raise InvalidRequest(
+                    f"formats.{both[0]} is given, but the {both[0]} of {member!r} also goes elsewhere as it is",
+                    field=f"formats.{both[0]}",
+                )
+        self._check_one_output(request, found)
+        return {member: found[member] for member in self.models if member in found}
+
+    def _check_names(self, request: Request) -> None:
+        for stage in request.sampling:
+            if stage not in self.card.sampling_stages:
+                hint = nearest(stage, self.card.sampling_stages)
+                raise InvalidRequest(f"sampling names stage {stage!r}, which does not sample{hint}", field="sampling")
+        for option in request.options:
+            if option not in self.card.options and not self.open_options:
+                hint = nearest(option, self.card.options)
+                raise InvalidRequest(f"{self.card.name} has no option {option!r}{hint}", field=f"options.{option}")
+        if request.adapter is not None and request.adapter not in self.card.adapters:
+            hint = nearest(request.adapter, self.card.adapters)
+            raise NotFound(f"{self.card.name} has no LoRA adapter {request.adapter!r}{hint}", field="adapter")
+        if request.voice is not None and self.card.voices is not None and request.voice not in self.card.voices:
+            hint = nearest(request.voice, self.card.voices)
+            raise NotFound(f"{self.card.name} has no voice {request.voice!r}{hint}", field="voice")
+        takes = frozenset().union(*(self.takes[member] for member in self.entries))
+        for number, message in enumerate(request.messages):
+            for place, part in enumerate(message.content):
+                if _kind(part) not in takes:
+                    path = part.field or f"messages[{number}].content[{place}]"
+                    who = "; ".join(f"{one!r} takes {', '.join(sorted(self.takes[one]))}" for one in self.entries)
+                    raise InvalidRequest(
+                        f"{path} is {_kind(part)}, which no model takes from clients: {who}", field=path
+                    )
+
+    def _check_one_output(self, request: Request, found: Mapping[str, Needs]) -> None:
+        for stage, params in request.sampling.items():
+            needs = found.get(member_of(stage))
+            if needs is not None and needs.handed and (params.n or 1) > 1:
+                path = f"sampling.{stage}.n"
+                raise wrong(path, params.n, f"1: the output of {member_of(stage)!r} goes on to another model")
+
+
+def _formats(request: Request, needs: Needs, number: int | None) -> dict[str, Format]:
+    """The formats of the files that the client gets from a model. Generation `number` is that part of the file, whose
+    header cannot state the length of the whole."""
+    formats = {modality: form for modality, form in request.formats.items() if modality in needs.plain}
+    if number is None:
+        return formats
+    return {
+        modality: msgspec.structs.replace(form, whole=False, part=form.part + number)
+        for modality, form in formats.items()
+    }
+
+
+def _kind(part: Part) -> str:
+    return part.kind if isinstance(part, MediaPart) else "text"
+
+
+def _card(name: str, graph: ServedGraph, givers: Mapping[str, str], plan: Plan) -> ModelCard:
+    """The card of a graph: what clients may ask of its models together."""
+    cards = {member: model.card for member, model in graph.models.items()}
+    main = cards[graph.main]
+    return msgspec.structs.replace(
+        main,
+        name=name,
+        family="model_graph",
+        takes=frozenset().union(*(graph.takes[member] for member in graph.entries)),
+        gives=frozenset(givers),
+        tensors=dict(plan.graph.tensors),
+        text_stage=main.text_stage if givers.get("text") == graph.main else None,
+        sampling_stages=[stage for card in cards.values() for stage in card.sampling_stages],
+        stages=list(plan.stages),
+        voices=None if "audio" in givers else [],
+        options=frozenset().union(*(card.options for card in cards.values())),
+        open_options=graph.open_options,
+        own_outputs=frozenset(f"{member}.{kind}" for member, card in cards.items() for kind in card.gives),
+        appends=False,
+        several_texts=False,
+        root="",
+        adapters={name: path for card in cards.values() for name, path in card.adapters.items()},
+        by_priority=any(card.by_priority for card in cards.values()),
+        speech=None,
+        says=None,
+    )

@@ -1,0 +1,95 @@
+"""The input stage of a model that gets its input from other models: what they made becomes messages, or a prompt.
+
+A link's transform is a function of what the model before it made: of a text, of samples and their rate, or of an image
+([height, width, 3] uint8). It returns the same kind, or a list of messages as a chat request has them. If it returns
+None or an empty text, the model gets nothing: the request ends with an error of the field `NOTHING`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from segue.engines.contract import StageRequest
+from segue.engines.module.contract import ModuleModel, Work
+from segue.graph.functions import function_at
+from segue.media.arrays import audio_part, image_part
+from segue.media.parts import PYTHON_POLICY, messages_from
+from segue.messages.errors import InvalidRequest, SegueError, StageFailed, shown
+from segue.messages.request import NOTHING, MediaPart, Message, Part, Received, Request, TextPart
+
+
+class Bridge:
+    """A family's input stage (`ModuleModel`) for requests that hold what other models made (`Request.received`)."""
+
+    def __init__(self, model: ModuleModel, transforms: Mapping[str, str], *, chats: bool) -> None:
+        """`transforms`: as in `ModelSource`. `chats`: whether the checkpoint takes a text as a message, else as a
+        prompt. Raises `ConfigError` for a function that cannot be imported."""
+        self._model = model
+        self._transforms = {source: function_at(name) for source, name in transforms.items() if name}
+        self._chats = chats
+        self.warm_up, self.feed, self.run, self.end = model.warm_up, model.feed, model.run, model.end
+
+    def begin(self, request: StageRequest) -> tuple[Any, list[Work]]:
+        """As the family's input stage, on the messages. Raises `SegueError`."""
+        return self._model.begin(replace(request, request=self._read(request.request)))
+
+    def _read(self, request: Request) -> Request:
+        if not request.received:  # it came from a client, who asks for tokens
+            return request
+        parts: list[Part] = []
+        messages: list[Message] = []
+        for received in request.received:
+            made = self._made(received)
+            if isinstance(made, list):
+                messages += made
+            else:
+                parts.append(made)
+        if len(parts) == 1 and isinstance(parts[0], TextPart) and not messages and not self._chats:
+            return msgspec.structs.replace(request, prompt=parts[0].text, received=[])
+        messages += [Message("user", parts)] if parts else []
+        return msgspec.structs.replace(request, messages=messages, received=[])
+
+    def _made(self, received: Received) -> Part | list[Message]:
+        """What becomes of a part: a part, or messages."""
+        transform = self._transforms.get(received.source)
+        if transform is None:
+            return received.part
+        where = f"the transform of what {received.source!r} made, {transform.__name__!r},"
+        try:
+            made = transform(*_arguments(received.part))
+            if made is None or (isinstance(made, str) and not made.strip()):
+                raise InvalidRequest(f"{where} returned nothing, so there is no input", field=NOTHING)
+            return _part(made, received.part, where)
+        except SegueError:
+            raise
+        except Exception as error:  # the function is the user's own
+            raise StageFailed(f"{where} raised {type(error).__name__}: {error}") from error
+
+
+def _arguments(part: Part) -> tuple[Any, ...]:
+    if isinstance(part, TextPart):
+        return (part.text,)
+    assert part.array is not None, "models make arrays, not files"
+    array = np.frombuffer(part.data, dtype=part.array.dtype).reshape(part.array.shape)
+    return (array, part.array.rate) if part.kind == "audio" else (array,)
+
+
+def _part(made: Any, given: Part, where: str) -> Part | list[Message]:
+    """Check what a transform returned. Raises `StageFailed`."""
+    makers: dict[str, Callable[[Any, str], MediaPart]] = {"audio": audio_part, "image": image_part}
+    try:
+        if isinstance(made, Sequence) and made and isinstance(made[0], Mapping):
+            return messages_from(made, PYTHON_POLICY)
+        if isinstance(given, MediaPart):
+            rate = given.array.rate if given.array is not None else None
+            source = (made, rate) if given.kind == "audio" and not isinstance(made, tuple) else made
+            return makers[given.kind](source, "result")
+    except InvalidRequest as error:
+        raise StageFailed(f"{where} returned something else than it should: {error.message}") from error
+    if isinstance(made, str):
+        return TextPart(made)
+    raise StageFailed(f"{where} returned {shown(made)}; it must return a text, a list of messages, or None")

@@ -1,0 +1,178 @@
+"""Graphs of models: what is read of checkpoints' configs, and which mistake is named how. No model is loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import model_graph_transforms as functions
+import pytest
+
+from segue import ModelGraph
+from segue.graph.deployment.deployment import Hardware
+from segue.graph.deployment.loader import load_plan
+from segue.graph.functions import function_at, name_of
+from segue.graph.render import as_mermaid, as_text
+from segue.messages.errors import ConfigError
+from segue.models.model_graph import read_models
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llm": {"architectures": ["LlamaForCausalLM"]},
+    "speech": {"architectures": ["CsmForConditionalGeneration"]},
+    "omni": {"architectures": ["Qwen2_5OmniForConditionalGeneration"]},
+    "ear": {"architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True, "num_mel_bins": 80,
+            "max_source_positions": 1500},
+}  # fmt: skip
+MACHINE = Hardware(cpus=2, memory_bytes=16 << 30)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoints")
+    for name, config in CONFIGS.items():
+        (directory / name).mkdir()
+        (directory / name / "config.json").write_text(json.dumps(config))
+    (directory / "ear" / "generation_config.json").write_text('{"no_timestamps_token_id": 3}')
+    return directory
+
+
+def graph(directory: Path, edges: list[tuple[Any, ...]], models: dict[str, str] | None = None) -> ModelGraph:
+    """`edges`: source, target, and perhaps a transform and what it carries."""
+    made = ModelGraph("mine")
+    for name, kind in (models or {"hear": "ear", "think": "llm", "speak": "speech"}).items():
+        made.model(name, directory / kind)
+    for source, target, *more in edges:
+        made.edge(source, target, **dict(zip(("transform", "carries"), more, strict=False)))
+    return made
+
+
+CHAIN: list[tuple[Any, ...]] = [("hear", "think", functions.upper), ("think", "speak")]
+
+
+def test_models_stand_side_by_side(directory: Path) -> None:
+    models = graph(directory, CHAIN).read()
+    assert list(models.members) == ["hear", "think", "speak"]
+    assert models.givers == {"audio": "speak", "text": "think"}
+    assert models.graph.main == "think.llm"
+    assert models.graph.topological()[:3] == ("hear.input", "hear.encoder", "hear.llm")
+    assert {link.carries for link in models.graph.links} == {"text"}
+    plan = load_plan(models.graph, {"stages": {"think": {"max_batch": 3}, "speak.vocoder": {"threads": 2}}},
+                     hardware=MACHINE)  # fmt: skip
+    assert plan.stages["think.llm"].max_batch == 3
+    assert plan.stages["speak.vocoder"].threads == 2
+    assert plan.group_of("hear.llm") == ("hear.encoder", "hear.llm"), "as the family suggests"
+    assert plan.stages["hear.input"].replicas > plan.stages["think.input"].replicas == 1, "recordings are decoded"
+    assert sum(stage.memory_share for stage in plan.stages.values()) < 0.41, "they share one machine"
+    shown = as_text(plan)
+    assert f"hear -> think   text     {Path(functions.__file__).resolve()}:upper" in shown
+    assert "== text ==>" in as_mermaid(models.graph)
+
+
+def test_a_part_of_a_model_can_take_part(directory: Path) -> None:
+    made = ModelGraph("mine")
+    made.model("think", directory / "omni", stage="thinker")
+    made.model("speak", directory / "speech")
+    made.edge("think", "speak")
+    assert [name for name in made.read().graph.stages if name.startswith("think.")] == [
+        "think.input", "think.encoder", "think.thinker",
+    ]  # fmt: skip
+
+
+def test_a_file_has_the_graph(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "my_graph.py"
+    path.write_text(
+        "from segue import ModelGraph\n"
+        "def shout(text):\n    return text.upper()\n"
+        "mine = ModelGraph('mine')\n"
+        f"mine.model('a', {str(directory / 'llm')!r})\n"
+        f"mine.model('b', {str(directory / 'llm')!r})\n"
+        "mine.edge('a', 'b', transform=shout)\n"
+    )
+    [link] = read_models(path).graph.links
+    assert link.transform == f"{path}:shout"
+    assert function_at(link.transform)("sea") == "SEA"
+    with pytest.raises(ConfigError, match=r"no function 'whisper'"):
+        function_at(f"{path}:whisper")
+    (tmp_path / "none.py").write_text("")
+    with pytest.raises(ConfigError, match="must have one ModelGraph at the top of the module; it has none"):
+        read_models(tmp_path / "none.py")
+    with pytest.raises(ConfigError, match="there is no file"):
+        read_models(tmp_path / "absent.py")
+
+
+@pytest.mark.parametrize(
+    ("edges", "models", "said"),
+    [
+        ([], None, "no edge leads to the model 'hear' or from it; add one"),
+        ([("hear", "think")], None, "no edge leads to the model 'speak'"),
+        ([*CHAIN, ("think", "speek")], None, "names no model 'speek' of this graph; did you mean 'speak'?"),
+        ([*CHAIN, ("think", "think")], None, "leads from a model to itself"),
+        ([*CHAIN, ("think", "speak")], None, "is declared twice"),
+        ([("a", "b"), ("b", "c"), ("c", "a")], dict.fromkeys("abc", "llm"), "has a cycle: a -> b -> c -> a"),
+        ([("speak", "think"), ("hear", "think")], None,
+         "edge 'speak' -> 'think': nothing can go over it: 'speak' gives 'audio' and 'think' takes 'text'"),
+        ([("think", "hear"), ("think", "speak")], None, "'think' gives 'text' and 'hear' takes 'audio'"),
+        ([("a", "b")], {"a": "omni", "b": "speech"}, "say which goes over it: carries='audio' or 'text'"),
+        ([("hear", "think", None, "audio"), ("think", "speak")], None, "carries 'audio'; it can carry 'text'"),
+        ([("a", "b"), ("a", "c")], dict.fromkeys("abc", "llm"),
+         "text could be that of 'b', 'c', and no edge leads from one to the other; mark the one"),
+        ([("a", "b")], {"a": "llm", "b": "absent"}, "model 'b': no checkpoint at"),
+        ([("a", "b")], {"a": "llm", "b.c": "llm"}, "model 'b.c': a name must be a letter"),
+        ([("a", "input")], {"a": "llm", "input": "llm"}, "and not 'input'"),
+        ([("hear", "think", lambda text: text), ("think", "speak")], None, "a plain function of (text), defined at"),
+        ([("hear", "think", functions.nested()), ("think", "speak")], None, "a plain function of (text)"),
+        ([("hear", "think", str), ("think", "speak")], None, "a plain function of (text)"),
+        ([("hear", "think", functions.later), ("think", "speak")], None, "does not return its result"),
+        ([("hear", "think", functions.one_by_one), ("think", "speak")], None, "does not return its result"),
+        ([("hear", "think", functions.of_samples), ("think", "speak")], None, "must be a plain function of (text)"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(
+    directory: Path, edges: list[tuple[Any, ...]], models: dict[str, str] | None, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        graph(directory, edges, models).read()
+
+
+def test_names_collide(directory: Path) -> None:
+    made = ModelGraph("mine")
+    with pytest.raises(ConfigError, match="has no models; add them"):
+        made.read()
+    made.model("a", directory / "llm")
+    made.model("a", directory / "ear")
+    with pytest.raises(ConfigError, match="two models called 'a'; names must differ"):
+        made.read()
+
+
+def test_an_unknown_stage_is_named(directory: Path) -> None:
+    made = ModelGraph("mine")
+    made.model("a", directory / "omni", stage="talker")
+    with pytest.raises(ConfigError, match="is to end at stage 'talker', which gives nothing"):
+        made.read()
+
+
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [
+        ({"speak": {"max_batch": 2}}, "'speak', a model of 'mine' with several stages; name one: speak.encoder"),
+        ({"thinc.llm": {}}, "'thinc.llm', which is no stage of 'mine'; did you mean 'think.llm'?"),
+        ({"think.llm": {"fuse_with": "hear.llm"}}, "a stage of 'think': a worker has stages of one model"),
+    ],
+)
+def test_mistakes_of_a_deployment_are_named(directory: Path, stages: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_plan(graph(directory, CHAIN).read().graph, {"stages": stages}, hardware=MACHINE)
+
+
+def test_functions_of_the_running_script_are_refused() -> None:
+    def pretended() -> Callable[..., Any]:
+        space: dict[str, Any] = {"__name__": "__main__"}
+        exec("def f(text):\n    return text\n", space)
+        made: Callable[..., Any] = space["f"]
+        return made
+
+    with pytest.raises(ConfigError, match="'f' of the script that runs, which no worker can import"):
+        name_of(pretended(), "transform", ("text",))
