@@ -240,9 +240,11 @@ def test_a_stop_ends_a_move() -> None:
         for replica in replicas.all:
             replica.requests.add("one")
         done = moves.begin("thinker", "talker")
-        moves.close(ShuttingDown("the server is shutting down"))
+        moves.stop()
         with pytest.raises(ShuttingDown):
             await done
+        with pytest.raises(ShuttingDown):
+            moves.begin("thinker", "talker")
 
     asyncio.run(body())
 

@@ -21,7 +21,7 @@ from typing import Protocol
 from segue.graph.deployment.deployment import Plan
 from segue.graph.deployment.stage_plan import CPU
 from segue.graph.parts import is_built_in
-from segue.messages.errors import InvalidRequest, Overloaded, SegueError, StageLost, nearest, wrong
+from segue.messages.errors import InvalidRequest, Overloaded, SegueError, ShuttingDown, StageLost, nearest, wrong
 from segue.messages.wire import Shutdown, Stats, ToWorker
 from segue.orchestrator.move_policy import Crew, decide
 from segue.orchestrator.replicas import Replica, Replicas
@@ -65,6 +65,7 @@ class Moves:
         self._processes = processes
         self._move: _Move | None = None
         self._ended = -math.inf
+        self._stopped = False
         self.count = 0
         """Moves that succeeded."""
 
@@ -75,8 +76,11 @@ class Moves:
     def begin(self, source: str, target: str) -> asyncio.Future[MovedWorker]:
         """Begin to move a worker of one stage to another; the future is done when it serves there.
 
-        Raises `InvalidRequest` if no worker can move, `Overloaded` while another one moves.
+        Raises `InvalidRequest` if no worker can move, `Overloaded` while another one moves, `ShuttingDown` after
+        `stop`.
         """
+        if self._stopped:
+            raise ShuttingDown("the server is shutting down")
         groups = [self._group(stage, field) for stage, field in ((source, "from_stage"), (target, "to_stage"))]
         if groups[0] == groups[1]:
             raise wrong("to_stage", target, f"a stage that shares no worker with {source!r}")
@@ -97,7 +101,7 @@ class Moves:
             )
         loop = asyncio.get_running_loop()
         replica = min(ready, key=lambda replica: len(replica.requests))
-        replica.state = "draining"
+        replica.state, replica.leaving = "draining", True
         timer = loop.call_later(self._plan.limits.drain_seconds, self._end_worker)
         self._move = _Move(replica, groups[0], groups[1], loop.create_future(), time.monotonic(), timer)
         log.info("worker %s moves from %s to %s", replica.worker, source, target)
@@ -160,10 +164,15 @@ class Moves:
         stage = move.target[-1]
         self._finish(StageLost(f"the worker could not load stage {stage!r}, and went back", stage=stage))
 
-    def close(self, error: SegueError) -> None:
-        """End the move: every process is gone, or will be."""
+    def abort(self, error: SegueError) -> None:
+        """End the move: every process is gone, or keeps what it has."""
         if self._move is not None:
             self._finish(error)
+
+    def stop(self) -> None:
+        """End the move, and begin no other."""
+        self._stopped = True
+        self.abort(ShuttingDown("the server is shutting down"))
 
     def _finish(self, result: MovedWorker | SegueError) -> None:
         move, self._move = self._move, None
@@ -182,7 +191,7 @@ class Moves:
     def consider(self, now: float) -> None:
         """Begin the move that the deployment's policy asks for, if any."""
         policy = self._plan.moves
-        if policy is None or self._move is not None:
+        if policy is None or self._move is not None or self._stopped:
             return
         decision = decide(policy, self._crews(), now - self._ended)
         if decision is not None:

@@ -124,6 +124,7 @@ class Orchestrator:
         """Admit no more requests, let running ones finish within `limits.drain_seconds`, and end the rest with
         `ShuttingDown`."""
         self.supervisor.stopping = True
+        self.supervisor.moves.stop()
         if drain and (self.requests or self._whole):
             try:
                 async with asyncio.timeout(self.plan.limits.drain_seconds):

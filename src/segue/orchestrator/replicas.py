@@ -34,6 +34,8 @@ class Replica:
     """The prompts that this incarnation was sent."""
     chosen: int = 0
     """Number of the choice that gave it a request last; 0: none."""
+    leaving: bool = False
+    """It finishes what it has, before its process ends and another one starts for another stage."""
     failures: int = 0
     """Number of successive deaths before it was ready."""
 
@@ -45,13 +47,14 @@ class Replica:
     @property
     def alive(self) -> bool:
         """Whether its process serves requests: the ready ones, and those that only finish what they have."""
-        return self.state in ("ready", "draining")
+        return self.state == "ready" or self.leaving
 
     def clear(self) -> None:
         """Forget all that this incarnation had: it is dead."""
         self.requests.clear()
         self.working.clear()
         self.reading.clear()
+        self.leaving = False
         self.prefixes = PrefixMemory()
         self.chosen = 0
 

@@ -22,7 +22,7 @@ from segue.graph.deployment.deployment import Plan
 from segue.graph.deployment.stage_plan import CPU
 from segue.graph.kinds.registry import kind_of, shares_weights
 from segue.graph.parts import is_built_in, member_of
-from segue.messages.errors import ConfigError, ShuttingDown, StageLost
+from segue.messages.errors import ConfigError, SegueError, ShuttingDown, StageLost
 from segue.messages.process import ModelSource, WorkerSpec
 from segue.messages.wire import (
     AdapterLoaded,
@@ -188,13 +188,13 @@ class Supervisor:
         """End every process."""
         self.stopping = True
         self.adapters.close(ShuttingDown("the server is shutting down"))
-        self.moves.close(ShuttingDown("the server is shutting down"))
+        self.moves.stop()
         if self._watch is not None:
             self._watch.cancel()
         for replica in self.replicas.all:
             if replica.alive:
                 self.send(replica.address, Shutdown())
-            replica.state = "draining"
+            replica.state, replica.leaving = "draining", False
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -333,7 +333,7 @@ class Supervisor:
         if replica is None or self.stopping:
             return
         was_ready = replica.alive
-        moving = replica.state == "draining"
+        moving = replica.leaving
         log.log(logging.INFO if moving else logging.WARNING, "worker %s (pid %s) ended: %s", worker, replica.pid, how)
         if not was_ready:
             replica.failures += 1
@@ -381,7 +381,7 @@ class Supervisor:
     async def _reopen(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
-        self.moves.close(StageLost("the fork server died while the worker was moving"))
+        self.moves.abort(StageLost("the fork server died while the worker was moving"))
         for replica in self.replicas.all:
             self._bury(replica)
         self._close_sockets()
@@ -404,6 +404,7 @@ class Supervisor:
             return
         log.error("the orchestrator's own task failed", exc_info=error)
         self._fail_start(error)
+        self.moves.abort(SegueError(f"the orchestrator failed: {error}"))
         for replica in self.replicas.all:
             replica.state = "failed"
         self._owner.broken(error)
