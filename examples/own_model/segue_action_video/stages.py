@@ -38,7 +38,9 @@ class Trunk(OwnDecoder):
     decoder, head = "trunk", "head"
 
     def load(self, ctx: LoadContext) -> Any:
-        return load_author(ctx, ActionVideoForGeneration)
+        model = load_author(ctx, ActionVideoForGeneration)
+        model.image_tokenizer = None  # it is in the other stages
+        return model
 
     @property
     def placeholders(self) -> Mapping[str, Placeholder]:

@@ -100,10 +100,10 @@ def test_actions_appended_late_give_what_they_give_at_once(system: System, autho
     assert end.metrics.attempts == (1 if killed is None else 2)
 
 
-def test_a_frame_comes_before_the_next_is_asked_for(system: System) -> None:
-    """And as an image, if that is asked for; both are one frame."""
+def test_frames_as_images(system: System) -> None:
+    """A frame is an image as well, if that is asked for; tensors may stand beside the messages."""
     frames, actions = REQUESTS[1]
-    asked = {**prompt(frames, actions), "modalities": ["image", "video"]}
+    asked = {**prompt(frames, actions[:0]), "tensors": {"actions": actions}, "modalities": ["image", "video"]}
     [output] = system.ask(asked)
     assert len(output.images) == 3
     np.testing.assert_array_equal(np.stack([np.asarray(image) for image in output.images]), output.videos[0].frames)

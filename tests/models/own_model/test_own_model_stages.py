@@ -16,7 +16,7 @@ from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveContext, AutoregressiveModel, EmbedsInPlace, Prompt
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.contract import StageOutput, StageRequest
-from segue.messages.errors import ConfigError
+from segue.messages.errors import ConfigError, StageFailed
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK
 from segue.models.shared.own_model.decoder import TENSORS, codes_of_turn
@@ -66,6 +66,8 @@ def test_identities_tell_all_tensors_apart(author: Author) -> None:
         others.append(identity([5, mark, mark], changed))
     assert len({base, *others}) == 9
     assert base[0] == 5
+    with pytest.raises(StageFailed, match="gave 2 rows of actions for 1 placeholders"):
+        identity([5, mark], rows)
 
 
 def _request(**more: Any) -> StageRequest:

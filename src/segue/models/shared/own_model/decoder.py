@@ -18,8 +18,10 @@ import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveContext, Fed, FlatBatch, KVSpec, Prompt, Then
 from segue.engines.contract import Payload, StageOutput, StageRequest
+from segue.kernels.prepare import prepared_bytes
 from segue.messages.errors import ConfigError, InvalidRequest, StageFailed, TooLong, wrong
 from segue.messages.sampling import SamplingParams
+from segue.models.shared.checkpoint.checkpoint import held_bytes
 from segue.models.shared.decoder.decoder import PagedDecoder, check_same
 from segue.models.shared.decoder.generation import context_length, default_sampling, end_tokens, generation_of
 from segue.models.shared.input_stage import THEN
@@ -114,7 +116,7 @@ class OwnDecoder(ABC):
         self.library_decoder = self._decoder.model
         self.kv: KVSpec = self._decoder.kv
         self.vocab_size: int = self._decoder.vocab_size
-        self.weight_bytes: int = self._decoder.weight_bytes
+        self.weight_bytes: int = held_bytes(self.network) + prepared_bytes(self.network)
         generation = generation_of(ctx.model_dir, self.network.config)
         self.default_sampling: SamplingParams = SamplingParams(max_tokens=self._turn).over(default_sampling(generation))
         self.end_token_ids: frozenset[int] = frozenset() if self._turn is not None else end_tokens(generation, None)
@@ -171,6 +173,9 @@ class OwnDecoder(ABC):
                 field="messages",
             )
         rows: dict[str, torch.Tensor] = payload.get(TENSORS, {})
+        for name, mark in self._marks.items():
+            if (count := ids.count(mark.token_id)) != (found := len(rows.get(name, ()))):
+                raise StageFailed(f"the input stage gave {found} rows of {name} for {count} placeholders")
         given = _Tensors(rows, {name: _counted(ids, self._marks[name].token_id) for name in rows})
         prompt = Prompt(
             token_ids=ids,
@@ -203,9 +208,12 @@ class OwnDecoder(ABC):
         return self._decoder.forward(embeds, batch), None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] → [rows, vocab] float32; ids that the head does not give are never drawn."""
+        """[rows, hidden] → [rows, vocab] float32; placeholders and ids unknown to the head are never drawn."""
         made = self._decoder.logits(hidden)
-        return torch.nn.functional.pad(made, (0, self.vocab_size - made.shape[1]), value=_NEVER)
+        made = torch.nn.functional.pad(made, (0, self.vocab_size - made.shape[1]), value=_NEVER)
+        for mark in self._marks.values():  # nothing has rows for a drawn placeholder
+            made[:, mark.token_id] = _NEVER
+        return made
 
     def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """A subclass that makes text overrides it."""
