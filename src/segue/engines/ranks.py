@@ -168,31 +168,41 @@ class LedAdapters:
 
 
 def follow(engine: RankedEngine, ranks: Ranks, lora: LoraHost | None = None) -> None:
-    """Run a further rank's engine until rank 0 closes its end. `lora`: this rank's adapters."""
+    """Run a further rank's engine until rank 0 closes its end. `lora`: this rank's adapters. Raises `ReplicaBroken` if
+    this rank cannot do what rank 0 did."""
     while (data := ranks.heard()) is not None:
-        match decode(data, Event):
-            case Add(request):
-                engine.add(request)
-            case Feed(request_id, upstream, payload, final):
-                try:
-                    engine.feed(request_id, upstream, payload, final=final)
-                except Exception as error:
-                    # stage models parse the client's input: rank 0's fails alike, and cancels the request
-                    end_where_lost(error)
-                    log.log(logging.INFO if isinstance(error, SegueError) else logging.ERROR, "feed: %s", error)
-            case Cancel(request_id):
-                engine.cancel(request_id)
-            case Pause(request_id):
-                engine.pause(request_id)
-            case Resume(request_id):
-                engine.resume(request_id)
-            case Step():
-                engine.step()
-            case Compare():
-                ranks.compare(engine.books())
-            case LoadAdapter(name, directory):
-                assert lora is not None, "rank 0 has adapters, but this rank supports none"
-                lora.load(name, directory)
-            case UnloadAdapter(name):
-                assert lora is not None, "rank 0 has adapters, but this rank supports none"
-                lora.unload(name)
+        try:
+            _apply(decode(data, Event), engine, ranks, lora)
+        except Exception as error:
+            end_where_lost(error)
+            raise ranks.out_of_step(error) from error
+
+
+def _apply(event: Event, engine: RankedEngine, ranks: Ranks, lora: LoraHost | None) -> None:
+    match event:
+        case Add(request):
+            engine.add(request)
+        case Feed(request_id, upstream, payload, final):
+            try:
+                engine.feed(request_id, upstream, payload, final=final)
+            except Exception as error:
+                # stage models parse the client's input: rank 0's fails alike, and cancels the request
+                end_where_lost(error)
+                refused = isinstance(error, SegueError)
+                log.log(logging.INFO if refused else logging.ERROR, "feed: %s: %s", type(error).__name__, error)
+        case Cancel(request_id):
+            engine.cancel(request_id)
+        case Pause(request_id):
+            engine.pause(request_id)
+        case Resume(request_id):
+            engine.resume(request_id)
+        case Step():
+            engine.step()
+        case Compare():
+            ranks.compare(engine.books())
+        case LoadAdapter(name, directory):
+            assert lora is not None, "rank 0 has adapters, but this rank supports none"
+            lora.load(name, directory)
+        case UnloadAdapter(name):
+            assert lora is not None, "rank 0 has adapters, but this rank supports none"
+            lora.unload(name)

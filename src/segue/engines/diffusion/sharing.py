@@ -150,7 +150,10 @@ class Sharing:
         """This rank's part of a call. Raises `ReplicaBroken` if it runs out of memory while others wait for it."""
         try:
             with self._reserve.measured(own):
-                return (compute(own) if own else ()), None
+                made = compute(own) if own else ()
+            if len(made) != len(own):
+                raise StageFailed(f"the stage model gave {len(made)} predictions for {len(own)} rows")
+            return made, None
         # any kind: a network may raise anything, and the other ranks wait for a word
         except Exception as error:
             if self._divided and out_of_memory(error):

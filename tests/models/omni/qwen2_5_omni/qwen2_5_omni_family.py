@@ -300,6 +300,7 @@ class Pipeline:
         self.encoder = encoder
         self.thinker = engine_over(thinker, config, speculation=speculation)
         self.talker = engine_over(talker, config)
+        self._defaults = {"thinker": thinker.default_sampling, "talker": talker.default_sampling}
         self._requests: dict[tuple[str, str], StageRequest] = {}
 
     def run(self, asks: list[Ask]) -> list[Answer]:
@@ -344,8 +345,7 @@ class Pipeline:
             self.thinker.feed(key, "encoder", chunk, final=final)
 
     def defaults(self, stage: str) -> SamplingParams:
-        adapter = {"thinker": self.thinker, "talker": self.talker}[stage]._model
-        return adapter.default_sampling.over(FALLBACK)
+        return self._defaults[stage].over(FALLBACK)
 
     def _take(self, stage: str, output: StageOutput, answer: Answer) -> None:
         request = self._requests[output.request_id, stage]
