@@ -17,7 +17,7 @@ from segue.engines.autoregressive.step.decode_graphs import batch_sizes
 from segue.engines.autoregressive.step.inputs import Newest
 from segue.kernels.graphs.replay import USES, NetworkGraphs, Replayer, replayer_on
 from segue.kernels.staging import upload, upload_all
-from segue.parallel.ranks import Ranks
+from segue.parallel.ranks import ALONE, Ranks
 
 SECONDS = 2.0
 """On a CPU, no further size is run at the start after this time."""
@@ -114,9 +114,9 @@ class Advance:
         return torch.cat([tokens[:, None], codes[:count]], dim=1), finite[:count]
 
     @torch.inference_mode()
-    def warm_up(self, hidden: torch.Tensor, ranks: Ranks) -> None:
+    def warm_up(self, hidden: torch.Tensor, ranks: Ranks = ALONE) -> None:
         """Run the sizes of steps, and capture them: requests then do not wait for it. `hidden`: final hidden states
-        [1, hidden] of any token."""
+        [1, hidden] of any token. `ranks`: all run as many."""
         began = time.monotonic()
         for size in self._sizes:
             numbers = torch.zeros(size, self._numbers, dtype=torch.float64, device=self._device)
