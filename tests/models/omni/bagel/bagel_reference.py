@@ -24,8 +24,6 @@ from segue.models.omni.bagel.loading import load_language_model, load_latent_spa
 from segue.models.omni.bagel.vision import patches, places, unpatched
 
 GOLDEN = Path(__file__).parent / "golden"
-THINK = "Plan the picture first, in a few words."
-"""The system prompt under which the model thinks before it draws."""
 
 
 @dataclass

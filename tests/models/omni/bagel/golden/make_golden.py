@@ -11,9 +11,10 @@ of its own:
 It computes in bfloat16 on a GPU, here in float32 on a CPU: a copy of its source names `float32` where it names
 `bfloat16`, and `flash_attn` and `cv2` are modules made here, the former over torch's attention.
 
-For each case of `cases.json`: an `answer` is `NAME.ids` and `NAME.logits` [`STEPS`, vocab] of its first steps; what is
-drawn is `NAME.velocities` [evaluations, n, P], `NAME.latents` [n, P] and `NAME.pixels`, every `EVERY`th number of the
-decoded image before it is clamped. `golden.json` has the thoughts, the commit, and the SHA-256 of the weights.
+For each case of `cases.json` (`think`: the system prompt under which it thinks before it draws): an `answer` is
+`NAME.ids`, and `NAME.logits` [`STEPS`, vocab] of its first steps; what is drawn is `NAME.velocities`
+[evaluations, n, P], `NAME.latents` [n, P] and `NAME.pixels`, every `EVERY`th number of the decoded image before it is
+clamped. `golden.json` has the thoughts, the commit, and the SHA-256 of the weights.
 """
 
 from __future__ import annotations
@@ -152,7 +153,9 @@ def run(reference: Any, name: str, case: dict[str, Any]) -> tuple[dict[str, torc
     if "size" in case:
         settings["image_shapes"] = tuple(case["size"])
     try:
-        answer, think = case["task"] == "answer", case.get("think", False)
+        answer, think = case["task"] == "answer", "think" in case
+        if think:
+            sys.modules["inferencer"].GEN_THINK_SYSTEM_PROMPT = case["think"]  # type: ignore[attr-defined]
         made = reference.interleave_inference(
             given, think=think, understanding_output=answer, max_think_token_n=THOUGHTS, **settings
         )
