@@ -80,7 +80,7 @@ async def idle_stats(omni: AsyncOmni) -> dict[str, dict[str, float]]:
     while True:
         reports = [stage for stats in omni.orchestrator.stats.values() for stage in stats.stages]
         stages: dict[str, Any] = {report.stage: report.values for report in reports}
-        if len(stages) == 3 and all(not values["running"] and not values["waiting"] for values in stages.values()):
+        if len(stages) == 4 and all(not values["running"] and not values["waiting"] for values in stages.values()):
             return stages
         await omni.generate("tick")  # makes every worker on its way report again
 

@@ -144,6 +144,7 @@ def test_the_log_of_a_start_has_a_line_per_worker(server: Served) -> None:
     lines = [line for line in server.log().splitlines() if "[transformers]" not in line]
     assert sorted(line.partition(" info    ")[2] for line in lines if "ready" in line) == [
         *(f"input.{number}-1 is ready" for number in range(inputs)),
+        "output.0-1 is ready",
         "talker.0-1 is ready",
         "thinker.0-1 is ready",
         "vocoder.0-1 is ready",

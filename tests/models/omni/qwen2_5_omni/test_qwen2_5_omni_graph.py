@@ -24,7 +24,7 @@ def request(*, image: bool = False, modalities: tuple[str, ...] = ("text",)) -> 
 def test_the_graph_is_valid_and_its_main_stage_is_the_thinker() -> None:
     g = graph({})
     g.validate()
-    assert g.topological() == ("input", "encoder", "thinker", "talker", "vocoder")
+    assert g.topological() == ("input", "encoder", "thinker", "talker", "vocoder", "output")
     assert g.main == "thinker"
     assert g.takes == {"text", "image", "audio", "video"}
     assert g.gives == {"text", "audio"}
