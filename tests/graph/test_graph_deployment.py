@@ -290,7 +290,7 @@ def test_who_runs_first() -> None:
     def laid(values: dict[str, Any] | None, **overrides: str) -> dict[str, str]:
         return {n: s.scheduling for n, s in load_plan(g, values, hardware=machine, overrides=overrides).stages.items()}
 
-    everywhere = {"input", "llm", "denoiser", "decoder"}
+    everywhere = {"input", "llm", "denoiser", "decoder", "output"}
     assert laid(None) == dict.fromkeys(everywhere, "fcfs")
     assert laid(None, scheduling="priority") == dict.fromkeys(everywhere, "priority")
     assert laid({"stages": {"llm": {"scheduling": "priority"}}}) == {

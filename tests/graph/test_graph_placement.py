@@ -98,6 +98,7 @@ def test_a_denoiser_has_all_the_cores(laptop: Hardware) -> None:
         "text_encoder": 1,
         "denoiser": laptop.cpus,
         "decoder": 1,
+        "output": 1,
     }
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from segue.media.encode import audio_encoder, encode_audio, encode_png, pcm16
+from segue.media.encode import audio_encoder, encode_audio, encode_image, pcm16
 from segue.messages.errors import InvalidRequest
 from segue.messages.formats import AUDIO_FORMATS
 
@@ -104,11 +104,11 @@ def test_an_unknown_format_is_refused_with_its_neighbour() -> None:
 
 def test_an_image_comes_back_pixel_by_pixel() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
-    read = Image.open(io.BytesIO(encode_png(pixels.tobytes(), 5, 7)))
+    read = Image.open(io.BytesIO(encode_image(pixels.tobytes(), 5, 7, "png")))
     assert read.format == "PNG"
     np.testing.assert_array_equal(np.asarray(read), pixels)
 
 
 def test_an_image_of_the_wrong_size_is_refused() -> None:
     with pytest.raises(ValueError, match="has 105 bytes, not 4"):
-        encode_png(b"1234", 5, 7)
+        encode_image(b"1234", 5, 7, "png")

@@ -23,6 +23,7 @@ from segue.engines.module.contract import ModuleModel
 from segue.engines.module.engine import ModuleEngine
 from segue.engines.ranks import Leading
 from segue.graph.deployment.options import LoraPlan
+from segue.graph.parts import OUTPUT
 from segue.media.parts import IMAGES, image_parts
 from segue.media.sources import PYTHON_POLICY
 from segue.messages.diffusion import PARAMETERS, diffusion_from
@@ -71,9 +72,10 @@ class Chain:
         config = read_config(model_dir)
         family = family_of(config, model_dir)
         self.graph = family.graph(config)
+        self.names = [name for name in self.graph.topological() if name != OUTPUT]
         self.stages = family.load_stages()
         self.adapters: dict[str, Any] = {}
-        for name in self.graph.topological():
+        for name in self.names:
             given = dict((options or {}).get(name, {}))
             ctx = DenoiserContext(
                 model_dir, name, torch.device("cpu"), torch.float32, load_format=load_format, options=given
@@ -93,7 +95,7 @@ class Chain:
     def run(self, *asked: Mapping[str, Any], late: Mapping[int, int] | None = None, max_batch: int = 16) -> list[Made]:
         """All requests together; request i joins after `late[i]` steps of the denoiser. Raises what one fails with."""
         engines: dict[str, Engine] = {}
-        for name in self.graph.topological():
+        for name in self.names:
             diffusion = self.graph.stages[name].engine == "diffusion"
             if isinstance(self.adapters[name], Leading):
                 engines[name] = self.adapters[name]
@@ -120,7 +122,7 @@ class Chain:
                     index = int(output.request_id)
                     msgspec.msgpack.encode((output.prompt_tokens, output.modality_tokens))  # a worker would send them
                     self._note(made[index], name, output)
-                    for target in self.graph.downstreams(name):
+                    for target in (one for one in self.graph.downstreams(name) if one != OUTPUT):
                         payload = self.stages.TRANSFERS[name, target](requests[index][name], output)
                         if payload is not None or output.finished:
                             engines[target].feed(output.request_id, name, payload or {}, final=output.finished)

@@ -9,24 +9,24 @@ import socket
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from segue.media.audio_file import AudioFile
+from segue.media.files import PREVIEW, FileSet
 from segue.messages.deltas import (
     AudioDelta,
     Delta,
-    EncodedDelta,
     Finished,
     ImageDelta,
     RequestMetrics,
     TextDelta,
     TokensDelta,
     Usage,
+    VideoDelta,
 )
 from segue.messages.errors import InvalidRequest, NotFound
-from segue.messages.formats import AUDIO_FORMATS
 from segue.messages.request import Message, Request, TextPart
 from segue.orchestrator.service import Health, ModelCard, MovedWorker, ReplicaHealth, StageHealth
 from segue.server.serve import http_server, listen
@@ -79,29 +79,29 @@ async def speak(request: Request) -> AsyncGenerator[Delta]:
 
 async def as_files(request: Request, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
     """What the output stage makes of the deltas, if the request names formats."""
-    form = request.formats.get("audio")
-    file: AudioFile | None = None
-    sent, seconds, stage = 0, 0.0, "vocoder"
-
-    def piece(data: bytes, rate: int, *, last: bool = False) -> EncodedDelta:
-        nonlocal sent
-        assert form is not None
-        facts = {"sample_rate": rate, "seconds": seconds}
-        made = EncodedDelta(stage, "audio", 0, sent, AUDIO_FORMATS[form.name], data, last, facts)
-        sent = made.end
-        return made
-
-    rate = RATE
+    files = FileSet(request.formats)
+    stages: list[str] = ["nobody"]
+    heard = 0
     async for delta in deltas:
-        if isinstance(delta, AudioDelta) and form is not None:
-            rate = delta.sample_rate
-            file = file or AudioFile(form, rate)
-            seconds += len(delta.array) / rate
-            if data := await asyncio.to_thread(file.feed, delta.array):
-                yield piece(data, rate)
+        part: dict[str, Any] | None = None
+        if isinstance(delta, AudioDelta) and "audio" in request.formats:
+            part = {"kind": "audio", "output": 0, "start": heard, "data": delta.array, "sample_rate": delta.sample_rate}
+            heard += len(delta.array)
+        elif isinstance(delta, ImageDelta) and "image" in request.formats:
+            kind = "image" if delta.partial is None else PREVIEW
+            part = {"kind": kind, "output": delta.index, "start": delta.partial or 0, "tokens": delta.tokens}
+            part["data"] = delta.array[None]
+        elif isinstance(delta, VideoDelta) and "video" in request.formats:
+            part = {"kind": "video", "output": delta.index, "start": delta.first, "data": delta.array, "fps": delta.fps}
+        if part is not None:
+            assert isinstance(delta, AudioDelta | ImageDelta | VideoDelta)
+            stages = [delta.stage]
+            for made in await asyncio.to_thread(files.feed, delta.stage, part):
+                yield made
             continue
-        if isinstance(delta, Finished) and form is not None and (file or form.whole):
-            yield piece(await asyncio.to_thread((file or AudioFile(form, rate)).finish), rate, last=True)
+        if isinstance(delta, Finished):
+            for made in await asyncio.to_thread(files.finish, stages):
+                yield made
         yield delta
 
 

@@ -11,9 +11,9 @@
     g.validate()
 
 Every graph also has the stage `INPUT`: the family's processor, a CPU stage with an edge to every stage that takes
-some modality of the request. One that gives audio also has the stage `OUTPUT`, a CPU stage that makes files, with an
-edge from every stage whose output can be in one. The graph knows no devices or processes; the deployment
-(`segue.graph.deployment.deployment`) adds them."""
+some modality of the request. One that gives audio, images or video also has the stage `OUTPUT`, a CPU stage that
+makes files of them, with an edge from every stage that gives some. The graph knows no devices or processes; the
+deployment (`segue.graph.deployment.deployment`) adds them."""
 
 from __future__ import annotations
 

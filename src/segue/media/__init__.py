@@ -1,7 +1,7 @@
 """Images, audio and video: fetched from a URL or file (`sources`), parsed out of messages (`parts`), bounded
 (`limits`), decoded (`image`, `audio`, `video`), encoded (`encode`, `write_video`), and made into the files that clients
-ask for (`audio_file`), perhaps faster or slower (`speed`).
+ask for (`files`, `audio_file`), perhaps faster or slower (`speed`).
 
-Doors: `arrays`, `audio`, `audio_file`, `decode`, `encode`, `image`, `limits`, `parts`, `sources`, `video`,
+Doors: `arrays`, `audio`, `audio_file`, `decode`, `encode`, `files`, `image`, `limits`, `parts`, `sources`, `video`,
 `write_video`.
 """

@@ -47,25 +47,18 @@ def check_video_sides(height: int, width: int, field: str) -> None:
         )
 
 
-class VideoWriter:
-    """Writes one file. It gets its name only when complete: until then it is `.NAME.PID.part`, which an error deletes.
+class VideoMuxer:
+    """Encodes into a file that is there. The bytes do not depend on how the frames are split.
 
-        with VideoWriter(path, fps=16) as video:
-            video.add(frames)   # any number of times
-
-    Raises `OSError` if it cannot write (a full disk, no such directory), and `TooLarge` like `check_video_sides`.
+    Raises `OSError` if it cannot write, and `TooLarge` like `check_video_sides`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, fps: float, sample_rate: int | None = None) -> None:
+    def __init__(self, path: str, *, fps: float, sample_rate: int | None = None) -> None:
         """`sample_rate`: of the audio, if there will be any; it may come before, between or after the frames."""
-        self._path = Path(path)
-        # not `NAME.part`: one of the user's downloads may have that name
-        self._part = self._path.with_name(f".{self._path.name}.{os.getpid()}.part")
         self._fps = Fraction(fps).limit_denominator(1001)
         self._rate = sample_rate
-        self._part.write_bytes(b"")  # the container opens it only with the first frame; errors shall show here
         # with the index at the start, players begin before they have the whole file
-        self._container = av.open(str(self._part), "w", format="mp4", options={"movflags": "+faststart"})
+        self._container = av.open(path, "w", format="mp4", options={"movflags": "+faststart"})
         self._video: VideoStream | None = None
         self._audio: AudioStream | None = None
         self._samples = 0
@@ -94,35 +87,18 @@ class VideoWriter:
         self._container.mux(self._audio.encode(frame))
 
     def close(self) -> None:
-        """Finish the file and give it its name."""
-        try:
-            if self._video is None:
-                raise ValueError("a video has at least one frame")
-            for stream in (self._video, self._audio):
-                if stream is not None:
-                    self._container.mux(stream.encode(None))
-            self._container.close()
-            self._part.replace(self._path)
-        except BaseException:
-            self.discard()
-            raise
+        """Finish the file."""
+        if self._video is None:
+            raise ValueError("a video has at least one frame")
+        for stream in (self._video, self._audio):
+            if stream is not None:
+                self._container.mux(stream.encode(None))
+        self._container.close()
 
     def discard(self) -> None:
-        """Delete the unfinished file."""
+        """Close the unfinished file."""
         with contextlib.suppress(OSError):  # an earlier write error occurs again on closing
             self._container.close()
-        self._part.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
 
     def _stream(self, height: int, width: int) -> VideoStream:
         """Return the stream, of the first frame's size; a frame of another size raises `ValueError`."""
@@ -142,6 +118,57 @@ class VideoWriter:
                 f"a frame is {height} x {width}; earlier frames are {self._video.height} x {self._video.width}"
             )
         return self._video
+
+
+class VideoWriter:
+    """Writes one file. It gets its name only when complete: until then it is `.NAME.PID.part`, which an error deletes.
+
+        with VideoWriter(path, fps=16) as video:
+            video.add(frames)   # any number of times
+
+    Raises `OSError` if it cannot write (a full disk, no such directory), and `TooLarge` like `check_video_sides`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, fps: float, sample_rate: int | None = None) -> None:
+        """As `VideoMuxer`."""
+        self._path = Path(path)
+        # not `NAME.part`: one of the user's downloads may have that name
+        self._part = self._path.with_name(f".{self._path.name}.{os.getpid()}.part")
+        self._part.write_bytes(b"")  # the container opens it only with the first frame; errors shall show here
+        self._muxer = VideoMuxer(str(self._part), fps=fps, sample_rate=sample_rate)
+
+    def add(self, frames: Frames) -> None:
+        """The next frames, all of one size: [frames, height, width, 3] uint8."""
+        self._muxer.add(frames)
+
+    def add_audio(self, samples: np.ndarray[Any, np.dtype[np.float32]]) -> None:
+        """The next samples: [samples] float32 mono in [-1, 1]."""
+        self._muxer.add_audio(samples)
+
+    def close(self) -> None:
+        """Finish the file and give it its name."""
+        try:
+            self._muxer.close()
+            self._part.replace(self._path)
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Delete the unfinished file."""
+        self._muxer.discard()
+        self._part.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
 
 
 def _even(pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

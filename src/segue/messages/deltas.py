@@ -114,7 +114,8 @@ class EncodedDelta(msgspec.Struct, frozen=True, tag="encoded"):
     """The file ends with these bytes."""
     facts: dict[str, int | float] = {}
     """About the output as far as it has been encoded. Audio: `sample_rate` of the model, `seconds` of the model's
-    audio."""
+    audio. Images: `height`, `width`, latent `tokens`; `partial`, the number of a preview. The previews of an unfinished
+    image are of the kind `preview`, one file after the other. Videos: `height`, `width`, `fps`, `frames`."""
 
     @property
     def end(self) -> int:

@@ -18,7 +18,13 @@ AUDIO_FORMATS: dict[str, str] = {
 }
 """Format name (OpenAI's) → media type. `pcm16`: little-endian 16-bit mono without a header."""
 
-FORMATS: Mapping[str, Mapping[str, str]] = {"audio": AUDIO_FORMATS}
+IMAGE_FORMATS: dict[str, str] = {"png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg"}
+"""The same of images."""
+
+VIDEO_FORMATS: dict[str, str] = {"mp4": "video/mp4"}
+"""The same of videos."""
+
+FORMATS: Mapping[str, Mapping[str, str]] = {"audio": AUDIO_FORMATS, "image": IMAGE_FORMATS, "video": VIDEO_FORMATS}
 """Modality → the names of its formats → media type."""
 
 SLOWEST, FASTEST = 0.25, 4.0
@@ -37,6 +43,12 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
     """Audio: 2 is twice as fast, with the same pitch."""
     whole: bool = False
     """Audio: the file is made at the end of the request, so that its header states its length."""
+    quality: int = 100
+    """WebP and JPEG: 0 to 100."""
+    base64: bool = False
+    """The bytes are the base64 text of the file; not of a video, nor of audio that is sent while it is made."""
+    poster: bool = False
+    """Video: its first frame, as a WebP file, precedes it (kind `poster`)."""
     part: int = 0
     """Audio: number of preceding files that the client joins with this one. Later ones have no header that could be
     there only once."""
@@ -51,7 +63,8 @@ def check_formats(formats: Mapping[str, Format], modalities: Collection[str]) ->
             raise InvalidRequest(
                 f"{field} is given, but there are no files of {modality!r}{nearest(modality, FORMATS)}", field=field
             )
-        if modality not in modalities:
+        previews = modality == "image" and "video" in modalities
+        if modality not in modalities and not previews:
             raise InvalidRequest(f"{field} is given, but modalities has no {modality!r}", field=field)
         if form.name not in known:
             raise wrong(f"{field}.name", form.name, f"one of {', '.join(known)}{nearest(form.name, known)}")
@@ -59,5 +72,9 @@ def check_formats(formats: Mapping[str, Format], modalities: Collection[str]) ->
             raise wrong(f"{field}.speed", form.speed, f"a number from {SLOWEST:g} to {FASTEST:g}")
         if form.rate is not None and not _RATES[0] <= form.rate <= _RATES[1]:
             raise wrong(f"{field}.rate", form.rate, f"from {_RATES[0]} to {_RATES[1]} samples per second")
+        if not 0 <= form.quality <= 100:
+            raise wrong(f"{field}.quality", form.quality, "from 0 to 100")
+        if form.base64 and (modality == "video" or (modality == "audio" and not form.whole)):
+            raise wrong(f"{field}.base64", form.base64, "true only of an image, or of audio that is whole")
         if form.part < 0:
             raise wrong(f"{field}.part", form.part, "at least 0")

@@ -123,7 +123,8 @@ class Request(msgspec.Struct, kw_only=True):
     modalities: list[str] = msgspec.field(default_factory=lambda: ["text"])
     """Requested outputs: any modality that the graph gives; `tokens` is the prompt itself, from the input stage."""
     formats: dict[str, Format] = {}
-    """Requested modality → the files in which the client gets it (`EncodedDelta`), instead of raw deltas."""
+    """Requested modality → the files in which the client gets it (`EncodedDelta`), instead of raw deltas. Previews of a
+    video have the format of `image`; without one, there are none if the video has a format."""
     voice: str | None = None
     sampling: dict[str, SamplingParams] = {}
     """By stage name. A stage merges them with the defaults (`merged`)."""

@@ -182,6 +182,9 @@ class RequestState:
             self.shown[place] = max(have, delta.end)
             if (new := after(delta, have)) is not None:
                 self._note_first(new)
+                if new.last and (tokens := int(new.facts.get("tokens", 0))):
+                    made = self.usage.completion_modalities
+                    made[new.kind] = made.get(new.kind, 0) + tokens
             return new
         if isinstance(delta, ProgressDelta):
             return delta if self._advance("progress", delta, delta.step) else None

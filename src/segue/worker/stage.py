@@ -17,6 +17,7 @@ from segue.engines.contract import Engine, StageOutput, StageRequest, Transfer
 from segue.graph.deployment.stage_plan import StagePlan
 from segue.graph.parts import CLIENT, OUTPUT, TOKENS, full_name, is_input, member_of, own_name
 from segue.kernels.device import end_where_lost
+from segue.media.files import PREVIEW
 from segue.messages.deltas import (
     AudioDelta,
     ClassesDelta,
@@ -181,15 +182,20 @@ class StageRunner:
         return emission
 
     def for_output(self, visit: Visit, output: StageOutput) -> dict[str, Any] | None:
-        """Return the part of an output that goes into the client's files: `{"kind", "output", "start", "data": [units,
-        …], …}`. The units that precede `start` are those of this attempt: samples."""
+        """Return the parts of an output (`segue.media.files`) that go into the client's files."""
         payload: dict[str, Any] = output.payload or {}
-        if "audio" not in visit.request.encoded or "samples" not in payload or not payload["samples"].numel():
-            return None
-        samples = payload["samples"].detach().float().cpu()
-        start, visit.filed = visit.filed, visit.filed + len(samples)
-        rate = int(payload["sample_rate"])
-        return {"kind": "audio", "output": 0, "start": start, "data": samples, "sample_rate": rate}
+        encoded = visit.request.encoded
+        parts: list[dict[str, Any]] = []
+        if "audio" in encoded and "samples" in payload and payload["samples"].numel():
+            samples = payload["samples"].detach().float().cpu()
+            rate = int(payload["sample_rate"])
+            parts.append({"kind": "audio", "output": 0, "start": visit.filed, "data": samples, "sample_rate": rate})
+            visit.filed += len(samples)
+        if encoded and "image" in payload and "image" in visit.request.request.formats:
+            parts.append(_image_part(self.plan.name, payload))
+        if "video" in encoded and "video" in payload:
+            parts.append(_video_part(self.plan.name, payload))
+        return {"parts": parts} if parts else None
 
 
 def end_of(output: StageOutput) -> OutputEnd:
@@ -270,28 +276,63 @@ def _floats(tensor: Any) -> bytes:
     return data
 
 
-def _image(stage: str, payload: dict[str, Any]) -> ImageDelta:
-    """Make a delta of `{"image": uint8 [h, w, 3], "index": int, "partial": int | None}`; the last two are optional."""
+def _pixels(stage: str, payload: dict[str, Any]) -> Any:
+    """[h, w, 3] uint8 on the CPU."""
     image = payload["image"]
     if image.ndim != 3 or image.shape[2] != 3:
         raise StageFailed(f"stage {stage!r} gave an image of shape {tuple(image.shape)}, not [h, w, 3]")
+    return image.cpu()
+
+
+def _image(stage: str, payload: dict[str, Any]) -> ImageDelta:
+    """Make a delta of `{"image": uint8 [h, w, 3], "index": int, "partial": int | None}`; the last two are optional."""
+    image = _pixels(stage, payload)
     height, width, _ = image.shape
-    data = image.cpu().numpy().tobytes()
+    data = image.numpy().tobytes()
     return ImageDelta(
         stage, data, height, width, payload.get("index", 0), payload.get("partial"), payload.get("latent_tokens", 0)
     )
 
 
-def _video(stage: str, payload: dict[str, Any]) -> VideoDelta:
-    """Make a delta of `{"video": uint8 [frames, h, w, 3], "fps": float, "index", "first": int}`; last two optional."""
+def _image_part(stage: str, payload: dict[str, Any]) -> dict[str, Any]:
+    """The same as a part for the output stage."""
+    partial = payload.get("partial")
+    return {
+        "kind": "image" if partial is None else PREVIEW,
+        "output": payload.get("index", 0),
+        "start": partial or 0,
+        "data": _pixels(stage, payload)[None],
+        "tokens": 0 if partial is not None else payload.get("latent_tokens", 0),
+    }
+
+
+def _frames(stage: str, payload: dict[str, Any]) -> Any:
+    """[frames, h, w, 3] uint8 on the CPU."""
     video = payload["video"]
     if video.ndim != 4 or video.shape[3] != 3:
         raise StageFailed(f"stage {stage!r} gave frames of shape {tuple(video.shape)}, not [frames, h, w, 3]")
+    return video.cpu()
+
+
+def _video(stage: str, payload: dict[str, Any]) -> VideoDelta:
+    """Make a delta of `{"video": uint8 [frames, h, w, 3], "fps": float, "index", "first": int}`; last two optional."""
+    video = _frames(stage, payload)
     frames, height, width, _ = video.shape
-    data = video.cpu().numpy().tobytes()
+    data = video.numpy().tobytes()
     return VideoDelta(
         stage, data, frames, height, width, float(payload["fps"]), payload.get("index", 0), payload.get("first", 0)
     )
+
+
+def _video_part(stage: str, payload: dict[str, Any]) -> dict[str, Any]:
+    """The same as a part for the output stage."""
+    return {
+        "kind": "video",
+        "output": payload.get("index", 0),
+        "start": payload.get("first", 0),
+        "data": _frames(stage, payload),
+        "fps": float(payload["fps"]),
+    }
 
 
 def load_adapter(worker: str, stage: StageRunner, message: LoadAdapter) -> AdapterLoaded:

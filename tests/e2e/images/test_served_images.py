@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,6 +50,21 @@ def test_images_whole_and_streamed(client: openai.OpenAI) -> None:
     other = client.images.generate(**ASKED, extra_body={**FEW, "seed": 6})
     assert other.data is not None
     assert np.abs(pixels(other.data[0].b64_json) - first).mean() > 5
+
+
+@pytest.mark.parametrize("form", ["png", "webp", "jpeg"])
+def test_the_files_are_the_same_after_a_kill(server: Served, client: openai.OpenAI, form: Any) -> None:
+    """kill -9 of the output stage, when the client has a preview."""
+    events: list[list[Any]] = [[], []]
+    for number, taken in enumerate(events):
+        asked = {**ASKED, "output_format": form}
+        with client.images.generate(**asked, stream=True, partial_images=2, extra_body=FEW) as stream:
+            for event in stream:
+                taken.append((event.type, event.b64_json))
+                if number and len(taken) == 1:
+                    os.kill(server.pid("output"), signal.SIGKILL)
+    assert events[0] == events[1]
+    assert [kind.rpartition(".")[2] for kind, _ in events[0]] == ["partial_image", "partial_image", "completed"]
 
 
 def png(mode: str, height: int = 96, width: int = 64, transparent: int = 32) -> bytes:

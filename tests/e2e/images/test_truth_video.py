@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 from truth_system import System
 
-from segue.messages.deltas import Delta, Finished, ImageDelta, ProgressDelta, VideoDelta
+from segue.messages.deltas import Delta, EncodedDelta, Finished, ImageDelta, ProgressDelta, VideoDelta
 from segue.messages.errors import InvalidRequest
+from segue.messages.formats import Format
 from segue.models.images.wan import tiny
 from segue.orchestrator.outputs import RequestOutput
 
@@ -114,6 +115,32 @@ def test_killed_on_the_way(camera: System, truth: RequestOutput, stage: str, aft
     assert killed
     assert_same(output, truth)
     check_deltas(deltas)
+
+
+def test_the_file_is_the_same_after_a_kill(camera: System) -> None:
+    """kill -9 of the output stage when the first frame has been encoded. The other stages are not run again: they may
+    round otherwise."""
+
+    async def file(*, kill: bool) -> tuple[dict[str, bytes], int]:
+        request = camera.omni.request({**ASKED, "num_videos_per_prompt": 1})
+        request.formats = {"video": Format(name="mp4", poster=True), "image": Format(name="png")}
+        made: dict[str, bytes] = {}
+        attempts = 0
+        async for delta in camera.omni.stream(request):
+            assert not isinstance(delta, VideoDelta | ImageDelta)
+            if isinstance(delta, EncodedDelta):
+                made[delta.kind] = made.get(delta.kind, b"") + delta.data
+                if delta.kind == "poster" and kill:
+                    camera.kill("output")
+            elif isinstance(delta, Finished):
+                attempts = delta.metrics.attempts
+        return made, attempts
+
+    camera.run(file(kill=False))  # the first request of all is computed without what is cached
+    undisturbed, _ = camera.run(file(kill=False))
+    assert sorted(undisturbed) == ["poster", "preview", "video"]
+    again, attempts = camera.in_time(lambda: file(kill=True), lambda found: found[1] == 2)
+    assert (again, attempts) == (undisturbed, 2)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import openai
 import pytest
 from server_process import NAME, Served
 
-from segue.media.encode import encode_png
+from segue.media.encode import encode_image
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_a_grammar_holds_the_reply(omni: openai.OpenAI) -> None:
 
 def test_an_image(omni: openai.OpenAI) -> None:
     pixels = np.random.default_rng(3).integers(0, 256, (56, 56, 3), dtype=np.uint8)
-    url = "data:image/png;base64," + base64.b64encode(encode_png(pixels.tobytes(), 56, 56)).decode()
+    url = "data:image/png;base64," + base64.b64encode(encode_image(pixels.tobytes(), 56, 56, "png")).decode()
     item: Any = {
         "role": "user",
         "content": [{"type": "input_text", "text": "What is this?"}, {"type": "input_image", "image_url": url}],

@@ -15,7 +15,7 @@ from fake_service import FakeService, Gate, Live, finished, live, sent, speak
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.media.encode import encode_png
+from segue.media.encode import encode_image
 from segue.messages.deltas import Choice, Delta, TextDelta
 from segue.messages.errors import InvalidRequest, Overloaded, SegueError, StageFailed
 from segue.messages.request import MediaPart, Request, TextPart
@@ -30,7 +30,7 @@ LOOK = {
     "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
 }
 WAIT = {"type": "custom", "name": "wait", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}
-PNG = base64.b64encode(encode_png(bytes(range(12)), 2, 2)).decode()
+PNG = base64.b64encode(encode_image(bytes(range(12)), 2, 2, "png")).decode()
 
 
 def says(text: str, size: int = 3, reason: str = "stop", stopped_by: str | None = None) -> Any:

@@ -127,7 +127,7 @@ def _light(graph: StageGraph, groups: Collection[tuple[str, ...]]) -> set[tuple[
 
     An image's time goes into tens of denoiser calls; its encoders and decoder are called once, and threads of their
     own, in addition to the denoiser's, gained nothing when measured with one client and with eight. Tokenizing takes
-    only a moment per request, and a second of audio is encoded in milliseconds."""
+    only a moment per request, and audio and images are encoded in milliseconds."""
     dominant = {group for group in groups if any(kind_of(graph.stages[name].engine).dominant for name in group)}
     if dominant:
         return set(groups) - dominant

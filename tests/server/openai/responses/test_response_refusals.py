@@ -16,7 +16,7 @@ from fake_service import FakeService, Live, finished, live
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.media.encode import encode_png
+from segue.media.encode import encode_image
 from segue.messages.deltas import Delta, TextDelta
 from segue.messages.errors import InvalidRequest, SegueError
 from segue.messages.request import MediaPart, Request
@@ -25,7 +25,7 @@ from segue.server.openai.responses.writer import ResponseWriter
 from segue.server.settings import ServerSettings
 
 NAME = "fake-omni"
-PNG = "data:image/png;base64," + base64.b64encode(encode_png(bytes(range(12)), 2, 2)).decode()
+PNG = "data:image/png;base64," + base64.b64encode(encode_image(bytes(range(12)), 2, 2, "png")).decode()
 
 
 @pytest.mark.usefixtures("calling")

@@ -13,14 +13,14 @@ import pytest
 from calling_model import LOOK, THOUGHT_AND_CALLS, WAIT, says, told
 from fake_service import FakeService, Gate, Live, finished, live, sent
 
-from segue.media.encode import encode_png
+from segue.media.encode import encode_image
 from segue.messages.deltas import Delta, TextDelta, TokenLogprobs, TopToken
 from segue.messages.errors import StageFailed
 from segue.messages.request import MediaPart, Request
 
 pytestmark = pytest.mark.usefixtures("calling")
 NAME = "fake-omni"
-PNG = "data:image/png;base64," + base64.b64encode(encode_png(bytes(range(12)), 2, 2)).decode()
+PNG = "data:image/png;base64," + base64.b64encode(encode_image(bytes(range(12)), 2, 2, "png")).decode()
 
 
 def test_a_text(client: openai.OpenAI, server: Live) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import aclosing
 from typing import Any
 
@@ -54,7 +53,7 @@ async def _whole(chat: ChatRequest, service: Service, metrics: ServerMetrics) ->
         "object": "chat.completion",
         "created": chat.created,
         "model": chat.model,
-        "choices": await asyncio.to_thread(lambda: [choice.build() for choice in choices]),
+        "choices": [choice.build() for choice in choices],
         "usage": usage_object(
             [choice.end for choice in choices], thought_tokens=sum(choice.thought_tokens for choice in choices)
         ),

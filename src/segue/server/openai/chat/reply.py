@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import base64
 import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from segue.media.encode import encode_png
-from segue.messages.deltas import Delta, EncodedDelta, Finished, ImageDelta, ModelDelta, TextDelta, TokenLogprobs
+from segue.messages.deltas import Delta, EncodedDelta, Finished, ModelDelta, TextDelta, TokenLogprobs
 from segue.models.shared.dialects.pieces import CallArguments, CallBegun, Piece, Said, Thought
 from segue.server.generation.usage import metrics_object
 from segue.server.openai.chat.request import ChatRequest, logprobs_object
@@ -105,10 +103,9 @@ _NOTHING_OF_MESSAGE = dict.fromkeys(("refusal", "annotations", "audio", "functio
 """Keys that OpenAI's and vLLM's messages always have; null if unused."""
 
 
-def image_object(delta: ImageDelta) -> dict[str, Any]:
-    """An image as an `image_url` part with a PNG data URL."""
-    png = base64.b64encode(encode_png(delta.data, delta.height, delta.width)).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png}"}}
+def image_object(delta: EncodedDelta) -> dict[str, Any]:
+    """An image, in base64, as an `image_url` part with a data URL."""
+    return {"type": "image_url", "image_url": {"url": f"data:{delta.mime};base64,{delta.data.decode()}"}}
 
 
 def ending(finished: Finished, chat: ChatRequest) -> dict[str, Any]:
@@ -148,9 +145,9 @@ class WholeChoice:
         self.prompt_token_ids: list[int] = []
         self._token_ids: list[int] = []
         self._audio: list[bytes] = []
-        """The pieces of the audio file."""
+        """The pieces of the audio file, in base64."""
         self._rate: float | None = None
-        self._images: list[ImageDelta] = []
+        self._images: list[EncodedDelta] = []
         self._texts: dict[str, str] = {}
         """What the client requested by the name of a model of a graph of models."""
 
@@ -162,12 +159,11 @@ class WholeChoice:
             self._logprobs += delta.logprobs
             self.prompt_logprobs += delta.prompt_logprobs
             self.prompt_token_ids += delta.prompt_token_ids
+        elif isinstance(delta, EncodedDelta) and delta.kind == "image":
+            self._images.append(delta)
         elif isinstance(delta, EncodedDelta):
             self._audio.append(delta.data)
             self._rate = delta.facts["sample_rate"]
-        elif isinstance(delta, ImageDelta):
-            if delta.partial is None:
-                self._images.append(delta)
         elif isinstance(delta, ModelDelta):
             if isinstance(delta.delta, TextDelta):
                 self._texts[delta.model] = self._texts.get(delta.model, "") + delta.delta.text
@@ -187,7 +183,7 @@ class WholeChoice:
         return self._reader.thought_tokens
 
     def build(self) -> dict[str, Any]:
-        """Build the choice object. Encodes media: call it off the event loop."""
+        """Build the choice object."""
         chat = self._chat
         fields = message_fields(self._pieces, chat)
         text = fields["content"] or ""
@@ -197,7 +193,7 @@ class WholeChoice:
         if chat.wants_audio:
             message["audio"] = {
                 "id": audio_id(),
-                "data": base64.b64encode(b"".join(self._audio)).decode(),
+                "data": b"".join(self._audio).decode(),
                 "expires_at": expiry(),
                 "transcript": text,
                 "format": chat.audio_format,

@@ -238,6 +238,12 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
     if body.prompt_token_ids is not None:  # stages after the tokenizer cannot tell ids from messages
         answering["written"]["messages"] = "prompt_token_ids"
     request_id = new_id("chatcmpl")
+    formats = {
+        "audio": Format(
+            name=audio_format, whole=not body.stream, base64=not body.stream
+        ),  # whole, it states its length
+        "image": Format(name="png", base64=True),
+    }
     requests = [
         Request(
             request_id=request_id if len(seeds) == 1 else f"{request_id}-{index}",
@@ -246,8 +252,7 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
             prompt_token_ids=body.prompt_token_ids,
             add_special_tokens=body.add_special_tokens,
             modalities=modalities,
-            # whole, the file can state its length
-            formats={"audio": Format(name=audio_format, whole=not body.stream)} if "audio" in modalities else {},
+            formats={name: form for name, form in formats.items() if name in modalities},
             voice=voice,
             sampling=sampling,
             diffusion=diffusion,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from segue.messages.deltas import ChoiceEnded, Delta, EncodedDelta, Finished, ImageDelta, ModelDelta, TextDelta
+from segue.messages.deltas import ChoiceEnded, Delta, EncodedDelta, Finished, ModelDelta, TextDelta
 from segue.models.shared.dialects.pieces import Piece, Said
 from segue.server.generation.generations import early_end
 from segue.server.generation.usage import RunningUsage, usage_object
@@ -35,7 +34,7 @@ class _StreamedChoice:
         self._begun = True
         return [self._entry({"role": "assistant", "content": "" if self._chat.wants_text else None})]
 
-    async def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """The entries of `choices` for one delta."""
         if isinstance(delta, ChoiceEnded) and not self._chat.return_metrics:  # metrics come only at the very end
             delta = early_end(delta)
@@ -49,13 +48,12 @@ class _StreamedChoice:
                 new = new or [self._entry(self._text(""))]
                 new[0] |= of_tokens
             entries += new
+        elif isinstance(delta, EncodedDelta) and delta.kind == "image":
+            entries.append(self._entry({"images": [image_object(delta)]}))
         elif isinstance(delta, EncodedDelta):
             self._audible = True
             if delta.data:
                 entries.append(self._entry({"audio": self._audio(delta)}))
-        elif isinstance(delta, ImageDelta):
-            if delta.partial is None:
-                entries.append(self._entry({"images": [await asyncio.to_thread(image_object, delta)]}))
         elif isinstance(delta, ModelDelta):
             if isinstance(delta.delta, TextDelta):
                 entries.append(self._entry({"models": {delta.model: {"text": delta.delta.text}}}))
@@ -132,7 +130,7 @@ async def chat_chunks(
                 yield {**head, "choices": [entry], "prompt_token_ids": None, **prompt, **running.fields()}
                 prompt = {}
             running.take(delta)
-            for entry in await choices[index].chunks(delta):
+            for entry in choices[index].chunks(delta):
                 yield {**head, "choices": [entry], **prompt, **running.fields()}
                 prompt = {}
     if chat.include_usage:

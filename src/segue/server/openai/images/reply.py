@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import base64
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from segue.media.encode import encode_image
-from segue.messages.deltas import Delta, Finished, ImageDelta, ProgressDelta, Usage
+from segue.messages.deltas import Delta, EncodedDelta, Finished, ProgressDelta, Usage
 from segue.messages.errors import SegueError, StageFailed
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
@@ -20,17 +17,17 @@ from segue.server.openai.images.request import ImageRequest
 
 async def whole_images(asked: ImageRequest, service: Service, metrics: ServerMetrics) -> dict[str, Any]:
     """Build an answer that is not streamed."""
-    images: dict[int, ImageDelta] = {}
+    images: dict[int, EncodedDelta] = {}
     end: Finished | None = None
     async with aclosing(_deltas(asked, service, metrics)) as deltas:
         async for delta in deltas:
-            if isinstance(delta, ImageDelta) and delta.partial is None:
-                images[delta.index] = delta
+            if isinstance(delta, EncodedDelta) and delta.kind == "image":
+                images[delta.output] = delta
             elif isinstance(delta, Finished):
                 end = delta
     if end is None or not images:
         raise StageFailed("the model gave no image")
-    data = [{"b64_json": await _encoded(asked, images[index])} for index in sorted(images)]
+    data = [{"b64_json": images[index].data.decode()} for index in sorted(images)]
     return {
         "created": int(time.time()),
         "background": "opaque",
@@ -56,13 +53,13 @@ async def image_events(
                     "step": delta.step,
                     "steps": delta.steps,
                 }
-            elif isinstance(delta, ImageDelta) and delta.partial is not None:
-                head = {"type": f"{asked.event}.partial_image", "partial_image_index": delta.partial}
-                yield {**head, **await _image(asked, delta)}
-            elif isinstance(delta, ImageDelta):
+            elif isinstance(delta, EncodedDelta) and delta.kind == "preview":
+                head = {"type": f"{asked.event}.partial_image", "partial_image_index": delta.facts["partial"]}
+                yield {**head, **_image(asked, delta)}
+            elif isinstance(delta, EncodedDelta):
                 if last is not None:
                     yield {**last, "usage": None}
-                last = {"type": f"{asked.event}.completed", **await _image(asked, delta)}
+                last = {"type": f"{asked.event}.completed", **_image(asked, delta)}
             elif isinstance(delta, Finished):
                 if last is None:
                     raise StageFailed("the model gave no image")
@@ -78,10 +75,10 @@ async def _deltas(asked: ImageRequest, service: Service, metrics: ServerMetrics)
         raise asked.as_written(error) from error
 
 
-async def _image(asked: ImageRequest, delta: ImageDelta) -> dict[str, object]:
+def _image(asked: ImageRequest, delta: EncodedDelta) -> dict[str, object]:
     return {
-        "b64_json": await _encoded(asked, delta),
-        "image_index": delta.index,
+        "b64_json": delta.data.decode(),
+        "image_index": delta.output,
         "created_at": int(time.time()),
         "size": _size(delta),
         "seed": asked.request.seed,
@@ -91,16 +88,8 @@ async def _image(asked: ImageRequest, delta: ImageDelta) -> dict[str, object]:
     }
 
 
-async def _encoded(asked: ImageRequest, delta: ImageDelta) -> str:
-    def encode() -> str:
-        data = encode_image(delta.data, delta.height, delta.width, asked.output_format, asked.output_quality)
-        return base64.b64encode(data).decode()
-
-    return await asyncio.to_thread(encode)  # tens of milliseconds: other clients' events go out meanwhile
-
-
-def _size(delta: ImageDelta) -> str:
-    return f"{delta.width}x{delta.height}"
+def _size(delta: EncodedDelta) -> str:
+    return f"{delta.facts['width']}x{delta.facts['height']}"
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from segue.media.encode import check_image_format, check_image_sides
 from segue.media.parts import STRING, image_parts, object_of
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusion
 from segue.messages.errors import InvalidRequest, SegueError, TooLarge, TooLong, shown
+from segue.messages.formats import Format
 from segue.messages.limits import check_carried
 from segue.messages.request import MediaPart, Message, Request
 from segue.orchestrator.service import ModelCard
@@ -116,7 +117,6 @@ class ImageRequest:
     """The size as the client wrote it."""
     n_given: bool
     output_format: str
-    output_quality: int
     stream: bool
     event: str
     """The prefix of event names."""
@@ -143,12 +143,13 @@ def image_request(
     request.diffusion = params = _with_count(body, request.diffusion or DiffusionParams())
     check_image_sides(params.height or 0, params.width or 0, output_format, "output_format")
     request.deadline = turn_fields(None, None, body.deadline, time.time(), card)["deadline"]
+    quality = _quality(body.output_compression, output_format)
+    request.formats = {"image": Format(name=output_format, quality=quality, base64=True)}
     return ImageRequest(
         request=request,
         size=body.size,
         n_given=body.n is not None,
         output_format=output_format,
-        output_quality=_quality(body.output_compression, output_format),
         stream=stream,
         event=event,
     )

@@ -7,14 +7,15 @@ import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
+from io import BufferedWriter
+from pathlib import Path
 
 import msgspec
 
-from segue.media.encode import encode_thumbnail
-from segue.media.write_video import VideoWriter
-from segue.messages.deltas import ProgressDelta, VideoDelta
+from segue.messages.deltas import EncodedDelta, ProgressDelta
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import Overloaded, SegueError, ShuttingDown, StageFailed
+from segue.messages.formats import Format
 from segue.messages.request import Request
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
@@ -123,12 +124,12 @@ class VideoRunner:
         await asyncio.to_thread(self._store.complete, job)
 
     async def _write(self, job: VideoJob, request: Request) -> None:
-        """Write the frames into the job's partial files."""
-        frames = 0
-        # one thread, so that a cancelled call has ended before the file is closed
+        """Write the video and its poster into the job's partial files."""
+        request.formats = {"video": Format(name="mp4", poster=True)}
+        parts = {"video": _Part(self._store.part(job, VIDEO)), "poster": _Part(self._store.part(job, THUMBNAIL))}
+        # one thread, so that a cancelled call has ended before the files are closed
         with ThreadPoolExecutor(1, thread_name_prefix="segue-video") as thread:
             loop = asyncio.get_running_loop()
-            parts: _Parts | None = None
             whole = False
             try:
                 async with aclosing(
@@ -137,37 +138,44 @@ class VideoRunner:
                     async for _, delta in deltas:
                         if isinstance(delta, ProgressDelta):
                             job.progress = max(job.progress, min(99, 100 * delta.step // delta.steps))
-                        elif isinstance(delta, VideoDelta):
-                            if parts is None:
-                                parts = await loop.run_in_executor(thread, _Parts, self._store, job, delta)
-                                job.size = f"{delta.width}x{delta.height}"
-                            await loop.run_in_executor(thread, parts.add, delta)
-                            frames += delta.frames
-                            job.seconds = f"{frames / delta.fps:g}"
+                        elif isinstance(delta, EncodedDelta):
+                            await loop.run_in_executor(thread, parts[delta.kind].write, delta.data)
+                            if delta.kind == "video":
+                                job.size = f"{delta.facts['width']}x{delta.facts['height']}"
+                                job.seconds = f"{delta.facts['frames'] / delta.facts['fps']:g}"
                 whole = True
             finally:
-                if parts is not None:
-                    await loop.run_in_executor(thread, parts.close, whole)
-        if not frames:
+                for part in parts.values():
+                    await loop.run_in_executor(thread, part.close, whole)
+        if not parts["video"].begun:
             raise StageFailed("the model gave no frames")
 
 
-class _Parts:
-    """The job's partial files. Blocking."""
+class _Part:
+    """A file that is being written. Blocking. Raises `OSError`."""
 
-    def __init__(self, store: VideoStore, job: VideoJob, first: VideoDelta) -> None:
-        store.part(job, THUMBNAIL).write_bytes(encode_thumbnail(first.array[0]))
-        self._path = store.part(job, VIDEO)
-        self._writer = VideoWriter(self._path, fps=first.fps)
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BufferedWriter | None = None
 
-    def add(self, delta: VideoDelta) -> None:
-        self._writer.add(delta.array)
+    @property
+    def begun(self) -> bool:
+        return self._file is not None
+
+    def write(self, data: bytes) -> None:
+        if self._file is None:
+            self._file = open(self._path, "wb")  # noqa: SIM115  `close` closes it
+        self._file.write(data)
 
     def close(self, whole: bool) -> None:
-        """Close the files; if the video is `whole`, flush them to disk."""
-        if not whole:
-            self._writer.discard()
+        """Close the file. If it is `whole`, flush it to disk, else delete it."""
+        if self._file is None:
             return
-        self._writer.close()
-        with open(self._path, "rb") as file:
-            os.fsync(file.fileno())
+        try:
+            if whole:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+            if not whole:
+                self._path.unlink(missing_ok=True)
