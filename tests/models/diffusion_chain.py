@@ -21,6 +21,7 @@ from segue.engines.diffusion.contract import DenoiserContext, DiffusionModel
 from segue.engines.diffusion.engine import DiffusionConfig, DiffusionEngine
 from segue.engines.module.contract import ModuleModel
 from segue.engines.module.engine import ModuleEngine
+from segue.engines.ranks import Leading
 from segue.graph.deployment.options import LoraPlan
 from segue.media.parts import IMAGES, image_parts
 from segue.media.sources import PYTHON_POLICY
@@ -83,8 +84,8 @@ class Chain:
         self.batches: list[int] = []
         """Rows of each step of the denoiser."""
 
-    def through(self, adapter: DiffusionModel | ModuleModel, stage: str = "denoiser") -> Chain:
-        """The same with another adapter of a stage."""
+    def through(self, adapter: DiffusionModel | ModuleModel | Leading, stage: str = "denoiser") -> Chain:
+        """The same with another adapter of a stage, or with an engine of several ranks."""
         other = copy.copy(self)
         other.adapters = {**self.adapters, stage: adapter}
         return other
@@ -94,7 +95,9 @@ class Chain:
         engines: dict[str, Engine] = {}
         for name in self.graph.topological():
             diffusion = self.graph.stages[name].engine == "diffusion"
-            if diffusion:
+            if isinstance(self.adapters[name], Leading):
+                engines[name] = self.adapters[name]
+            elif diffusion:
                 engine = DiffusionEngine(self.adapters[name], DiffusionConfig(max_batch=max_batch))
                 engine.costs = Untimed()
                 engines[name] = engine
@@ -121,7 +124,7 @@ class Chain:
                         payload = self.stages.TRANSFERS[name, target](requests[index][name], output)
                         if payload is not None or output.finished:
                             engines[target].feed(output.request_id, name, payload or {}, final=output.finished)
-                if isinstance(engine, DiffusionEngine):
+                if isinstance(engine, DiffusionEngine | Leading):
                     steps += 1
                     self.batches.append(int(engine.stats()["batch"]))
         for one in made:

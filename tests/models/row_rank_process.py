@@ -1,6 +1,6 @@
 """The further ranks of denoisers, each a process that is forked from one which has read the libraries.
 
-`python row_rank_process.py FD`: over the socket FD come jobs (JSON, with a socket for the orders of each rank from 1
+`python row_rank_process.py FD`: over the socket FD come jobs (JSON, with a socket to rank 0 for each rank from 1
 on); when all ranks of one have ended, their exit codes go back.
 """
 
@@ -19,13 +19,15 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from diffusion_chain import Untimed
 
 from segue.engines.diffusion.contract import DenoiserContext, DiffusionModel
-from segue.engines.diffusion.follower import follow_rows
-from segue.engines.diffusion.ranks import RowLeader
+from segue.engines.diffusion.engine import DiffusionEngine
+from segue.engines.diffusion.sharing import Sharing
+from segue.engines.ranks import Leading, LedAdapters, follow
 from segue.graph.deployment.options import LoraPlan
 from segue.models.registry import family_of, read_config
-from segue.parallel.orders import Crew
+from segue.parallel.ranks import Ranks
 from segue.parallel.ways import Shape, Ways, meet
 
 CPU = torch.device("cpu")
@@ -74,6 +76,24 @@ def denoiser(checkpoint: Path, keys: dict[str, Any], ways: Ways) -> DiffusionMod
     return loaded
 
 
+def ranked(model: DiffusionModel, ways: Ways, ranks: Ranks) -> DiffusionEngine:
+    """A rank's engine."""
+    return DiffusionEngine(model, None, Sharing(model, ways, ranks), ranks)
+
+
+class Led(Leading):
+    """Rank 0's engine over a denoiser."""
+
+    def __init__(self, model: DiffusionModel, ways: Ways, ends: list[socket.socket]) -> None:
+        self.model = model
+        self.ranks = Ranks(ways.everyone, ends)
+        engine = ranked(model, ways, self.ranks)
+        engine.costs = Untimed()
+        super().__init__(engine, self.ranks, compared_every=2)
+        host = getattr(model, "lora", None)
+        self.lora = None if host is None else LedAdapters(host, self.ranks)
+
+
 class Followers:
     """The test's side."""
 
@@ -86,7 +106,7 @@ class Followers:
             )
 
     @contextmanager
-    def led(self, inner: DiffusionModel, checkpoint: Path, meeting: Path) -> Iterator[RowLeader]:
+    def led(self, inner: DiffusionModel, checkpoint: Path, meeting: Path) -> Iterator[Led]:
         """A leader over `inner`, with a follower that has loaded `checkpoint`. It has ended when this does."""
         with self.joined(checkpoint, meeting, {}, lambda ways: inner) as leader:
             yield leader
@@ -100,7 +120,7 @@ class Followers:
         make: Callable[[Ways], DiffusionModel] | None = None,
         *,
         follower: Path | None = None,
-    ) -> Iterator[RowLeader]:
+    ) -> Iterator[Led]:
         """A leader and the followers of a denoiser; `keys`: by which its calls are divided, and of `DenoiserContext`.
         `make`: the leader's own adapter; `follower`: another checkpoint, which the last rank loads."""
         shape = shape_of(keys)
@@ -110,13 +130,14 @@ class Followers:
         socket.send_fds(self._control, [json.dumps(job).encode()], [far.fileno() for _, far in pairs])
         for _, far in pairs:
             far.close()
-        crew = Crew([near for near, _ in pairs])
+        near = [near for near, _ in pairs]
         ways = meet(0, shape, meeting, CPU)
         try:
             inner = denoiser(checkpoint, keys, ways) if make is None else make(ways)
-            yield RowLeader(inner, ways, crew)
+            yield Led(inner, ways, near)
         finally:
-            crew.close()
+            for end in near:
+                end.close()
             assert json.loads(self._control.recv(4096)) == [0] * len(pairs)
             if ways.tokens is not None:
                 ways.tokens.close_default()
@@ -126,7 +147,7 @@ class Followers:
         assert self._process.wait(timeout=240) == 0
 
 
-def follow(rank: int, job: dict[str, Any], end: int) -> NoReturn:
+def live(rank: int, job: dict[str, Any], end: int) -> NoReturn:
     """The child's side of the fork."""
     code = 1
     try:
@@ -134,9 +155,12 @@ def follow(rank: int, job: dict[str, Any], end: int) -> NoReturn:
         with ExitStack() as stack:
             if "compile" in keys:
                 stack.enter_context(compiled_eagerly())
-            orders = stack.enter_context(socket.socket(fileno=end))
+            near = stack.enter_context(socket.socket(fileno=end))
+            stack.enter_context(torch.inference_mode())
             ways = meet(rank, shape_of(keys), Path(job["meeting"]), CPU)
-            follow_rows(denoiser(Path(job["checkpoints"][rank - 1]), keys, ways), ways, orders)
+            model = denoiser(Path(job["checkpoints"][rank - 1]), keys, ways)
+            ranks = Ranks(ways.everyone, [near])
+            follow(ranked(model, ways, ranks), ranks, getattr(model, "lora", None))
         code = 0
     except BaseException:
         traceback.print_exc()  # the leader sees that it failed by `code`, and why is here
@@ -161,7 +185,7 @@ def main() -> None:
                 for other in ends:
                     if other != end:
                         os.close(other)
-                follow(rank, job, end)
+                live(rank, job, end)
             children.append(child)
         for end in ends:
             os.close(end)

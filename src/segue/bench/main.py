@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from segue.bench import own
 from segue.bench.diffusion import arguments as diffusion
 from segue.bench.gpu_check import add_gpu
 from segue.bench.harness.arguments import add_command
@@ -42,5 +43,7 @@ def parser() -> Parser:
     add_command(commands, "steps", said, steps.StepsBench, steps.start_steps, ["matplotlib"])
     said = "attention of one decode step by itself, by backend and batch"
     add_command(commands, "attention", said, steps.AttentionBench, steps.start_attention)
+    said = "a video model of one's own that follows actions, Segue against its author's loop"
+    add_command(commands, "own", said, own.OwnBench, own.start, own.NEEDS)
     add_gpu(commands)
     return top

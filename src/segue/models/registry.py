@@ -34,6 +34,7 @@ def families() -> dict[str, Family]:
     from segue.models.images.stable_diffusion_3.family import FAMILY as STABLE_DIFFUSION_3
     from segue.models.images.wan.family import FAMILY as WAN
     from segue.models.images.z_image.family import FAMILY as Z_IMAGE
+    from segue.models.omni.bagel.family import FAMILY as BAGEL
     from segue.models.omni.multimodal_lm.family import FAMILY as MULTIMODAL_LM
     from segue.models.omni.qwen2_5_omni.family import FAMILY as QWEN2_5_OMNI
     from segue.models.omni.qwen3_omni.family import FAMILY as QWEN3_OMNI
@@ -49,7 +50,7 @@ def families() -> dict[str, Family]:
     from segue.models.text.text_embedding.family import FAMILY as TEXT_EMBEDDING
 
     named = (
-        *(QWEN2_5_OMNI, QWEN3_OMNI, QWEN3_TTS, CSM, HIGGS_AUDIO_V2, POCKET_TTS, MIMO_AUDIO),
+        *(QWEN2_5_OMNI, QWEN3_OMNI, BAGEL, QWEN3_TTS, CSM, HIGGS_AUDIO_V2, POCKET_TTS, MIMO_AUDIO),
         *(QWEN_IMAGE, SDXL, STABLE_DIFFUSION_3, FLUX, FLUX2, Z_IMAGE, WAN),
     )
     generic = (
@@ -112,8 +113,8 @@ def family_of(config: dict[str, Any], model_dir: Path) -> Family:
         )
     raise ConfigError(
         f"no family serves {', '.join(wanted)}; served are language models (...ForCausalLM), multimodal ones, Whisper, "
-        "classifiers (...ForSequenceClassification), text embeddings (with a modules.json), CSM, Pocket TTS, "
-        "Qwen2.5-Omni, Qwen3-Omni, Qwen3-TTS and pipelines of diffusers: docs/models.md",
+        "classifiers (...ForSequenceClassification), text embeddings (with a modules.json), BAGEL, CSM, Pocket "
+        "TTS, Qwen2.5-Omni, Qwen3-Omni, Qwen3-TTS and pipelines of diffusers: docs/models.md",
         field="architectures",
     )
 

@@ -20,12 +20,14 @@ replica instead of spoiling answers; its requests go on elsewhere, as after the 
 from __future__ import annotations
 
 import hashlib
+import select
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
+from segue.messages.errors import shown
 from segue.parallel.group import Group, ReplicaBroken
 from segue.parallel.wire import bytes_of, decode, encode, receive, send
 
@@ -64,6 +66,55 @@ class Ranks:
         value: T = decode(data, kind)
         return value
 
+    def every(
+        self,
+        mine: T,
+        kind: Any,
+        patience: Callable[[Mapping[int, T]], float | None] = lambda known: None,
+        own: float | None = None,
+    ) -> list[T]:
+        """Return the values of all ranks, rank by rank, on each of them. `kind`: their type. `patience`: from the
+        values that rank 0 has, seconds to wait for the next; `own`: seconds that another rank waits for rank 0. Raises
+        `ReplicaBroken` after that."""
+        if self.group is None:
+            return [mine]
+        if not self.first:
+            try:
+                send(self._ends[0], encode(mine))
+                self._ends[0].settimeout(own)
+                values: list[T] = decode(self._expect(), list[kind])
+                self._ends[0].settimeout(None)
+            except OSError as error:
+                raise ReplicaBroken(f"the ranks of a replica are out of step: rank 0 is silent ({error})") from error
+            return values
+        known = {0: mine}
+        try:
+            while len(known) < self.group.size:
+                rank, data = self._next(known, patience(known))
+                known[rank] = decode(data, kind)
+        except OSError as error:
+            told = ", ".join(f"rank {rank}: {one}" for rank, one in sorted(known.items()))
+            raise ReplicaBroken(
+                f"the ranks of a replica are out of step: a follower does not answer ({error}); {told}"
+            ) from error
+        return self.same(lambda: [known[rank] for rank in sorted(known)], list[kind])
+
+    def _next(self, known: Container[int], seconds: float | None) -> tuple[int, bytes]:
+        """(rank, its next frame), of one that is not in `known`. Raises `OSError` if one of them is gone, or none sends
+        a frame within `seconds`."""
+        poll = select.poll()
+        waited = {end.fileno(): rank for rank, end in enumerate(self._ends, start=1) if rank not in known}
+        for descriptor in waited:
+            poll.register(descriptor, select.POLLIN)
+        ready = poll.poll(None if seconds is None else seconds * 1000)
+        if not ready:
+            raise TimeoutError(f"no word from ranks {sorted(waited.values())} within {seconds} s")
+        rank = min(waited[descriptor] for descriptor, _ in ready)
+        data = receive(self._ends[rank - 1])
+        if data is None:
+            raise ConnectionError(f"rank {rank} has closed its end")
+        return rank, data
+
     def agree(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite the tensors, which have the same shapes on all ranks, with rank 0's: one collective."""
         if self.group is None or not tensors:
@@ -82,7 +133,7 @@ class Ranks:
         if self.group is not None and theirs != digests:
             name = next((name for name in theirs if theirs[name] != digests.get(name)), "fields")
             raise ReplicaBroken(
-                f"rank {self.group.rank} has diverged from rank 0: its {name} differ (here {books.get(name)})"
+                f"rank {self.group.rank} has diverged from rank 0: its {name} differ, here {shown(books.get(name))}"
             )
 
     def tell(self, data: bytes) -> None:

@@ -7,11 +7,11 @@ branches, so that ranks that exchange most are neighbours:
 
 | group | its ranks | exchanged data |
 |---|---|---|
-| `everyone` | all of the replica | latents |
+| `everyone` | all of the replica | all predictions |
 | `network` | compute the same rows, each a part | decision values of a step cache |
 | `weights` | those of `network` with the same tokens | partial sums of GEMMs |
 | `tokens` | those of `network` with the same weights | heads, keys and values |
-| `heads` | the first of each `network` | predictions |
+| `heads` | the first of each `network` | its predictions |
 """
 
 from __future__ import annotations

@@ -39,6 +39,11 @@ def decode(data: bytes, kind: Any) -> Any:
     return _decoder(kind).decode(data)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The inverse of `dtype_of`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """[n] uint8: the elements of a tensor in order, on its device."""
     # a copy with strides of its own: those of a single element can be anything, which `view` refuses
@@ -77,9 +82,8 @@ def _packed(value: Any) -> Any:
             f"the payload from upstream holds a {type(value).__name__}; only tensors and plain values can be sent to "
             "the other ranks of a stage"
         )
-    name = str(value.dtype).removeprefix("torch.")
     raw = bytes_of(value.detach().cpu()).numpy().data
-    return msgspec.msgpack.Ext(_TENSOR, _encoder.encode((name, list(value.shape), raw)))
+    return msgspec.msgpack.Ext(_TENSOR, _encoder.encode((dtype_name(value.dtype), list(value.shape), raw)))
 
 
 def _unpacked(code: int, data: memoryview) -> torch.Tensor:

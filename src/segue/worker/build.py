@@ -118,8 +118,6 @@ def build(
             engine.warm_up()
         lora = _lora_host(plan, model)
         if ranks is not None:
-            if kind.ranks is not None:
-                model.serve()
             engine = ranks.leading(engine)
             lora = None if lora is None else ranks.adapters(lora)
         stages[plan.name] = StageRunner(plan, engine, transfers, kind.sampling(model), lora)
@@ -154,7 +152,7 @@ def _model(factory: StageModelFactory, context: LoadContext, plan: StagePlan, ra
         ranks.meet(context)
     model = factory(context)
     check_contract(plan, model)
-    return model if ranks is None else ranks.lead(model, context)
+    return model
 
 
 def _lora_host(plan: StagePlan, model: StageModel) -> LoraHost | None:

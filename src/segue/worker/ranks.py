@@ -14,12 +14,11 @@ import socket
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from segue.engines.autoregressive.contract import LoraHost, TakesLora
-from segue.engines.contract import Engine, LoadContext, StageModel
+from segue.engines.contract import Engine, LoadContext
 from segue.engines.ranks import Leading, LedAdapters, RankedEngine, follow
 from segue.graph.deployment.stage_plan import StagePlan
 from segue.graph.kinds.registry import plan_from
@@ -27,11 +26,10 @@ from segue.graph.parts import own_name
 from segue.kernels.device import give_back
 from segue.messages.process import WorkerSpec
 from segue.models.registry import families
-from segue.parallel.orders import Crew
 from segue.parallel.ranks import ALONE, Ranks
 from segue.parallel.wire import dtype_of
 from segue.worker.device import work_on
-from segue.worker.kinds.kind import Host, RankRoles, worker_kind
+from segue.worker.kinds.kind import Host, worker_kind
 from segue.worker.processes import live
 
 log = logging.getLogger(__name__)
@@ -45,7 +43,6 @@ class Followers:
 
     def __init__(self, plan: StagePlan, pids: list[int], sockets: list[socket.socket], meeting: Path) -> None:
         self.plan = plan
-        self.crew = Crew(sockets)
         self.link = ALONE
         """Rank 0's link to the others, once they have met."""
         self._sockets = sockets
@@ -59,22 +56,14 @@ class Followers:
         threading.Thread(target=self._watch, name="followers", daemon=True).start()
         self.link = _meet(context, self.plan, 0, self._meeting, self._sockets)
 
-    def lead(self, model: StageModel, context: LoadContext) -> StageModel:
-        """Return a stage model that leads those of the followers."""
-        if worker_kind(self.plan.engine).ranks is None:
-            return model
-        return _of(self.plan).lead(model, context, self.crew)
-
     def leading(self, engine: Engine) -> Engine:
         """Return rank 0's engine, which the followers' repeat."""
-        if self.link.alone:
-            return engine
         assert isinstance(engine, RankedEngine)
         return Leading(engine, self.link)
 
     def adapters(self, host: LoraHost) -> LoraHost:
         """Return the host of rank 0's adapters, which the followers' repeats."""
-        return host if self.link.alone else LedAdapters(host, self.link)
+        return LedAdapters(host, self.link)
 
     def serve(self) -> None:
         """Record that the worker is ready."""
@@ -83,7 +72,8 @@ class Followers:
     def close(self) -> None:
         """End the followers when the worker ends by itself."""
         self._over.set()
-        self.crew.close()
+        for end in self._sockets:
+            end.close()
         for pid in self._pids:
             os.kill(pid, signal.SIGKILL)
         for pid in self._pids:
@@ -145,37 +135,25 @@ def load_context(spec: WorkerSpec, plan: StagePlan, rank: int = 0) -> LoadContex
     return context
 
 
-def _of(plan: StagePlan) -> RankRoles[Any, Any]:
-    found = worker_kind(plan.engine).ranks
-    assert found is not None, "only kinds with ranks have plans with several"
-    return found
-
-
 def _meet(context: LoadContext, plan: StagePlan, rank: int, meeting: Path, ends: list[socket.socket]) -> Ranks:
     """Wait for the other ranks, and return the link to them. This process uses only one device."""
     device = context.device
     work_on(device)  # NCCL allocates its buffers there
     if device.type == "cuda":
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # ranks are on one machine
-    kind = worker_kind(plan.engine)
-    if kind.meet is not None:
-        return Ranks(kind.meet(context, plan, rank, meeting), ends)
-    _of(plan).meet(context, plan, rank, meeting)
-    return ALONE
+    meet = worker_kind(plan.engine).meet
+    assert meet is not None, "only kinds with ranks have plans with several"
+    return Ranks(meet(context, plan, rank, meeting), ends)
 
 
-def _follow(spec: WorkerSpec, plan: StagePlan, rank: int, orders: socket.socket, meeting: Path) -> None:
+def _follow(spec: WorkerSpec, plan: StagePlan, rank: int, end: socket.socket, meeting: Path) -> None:
     """Run a follower. If it cannot load the stage, the leader usually cannot either, and reports the error."""
     torch.set_num_threads(threads_of(plan))
     context = load_context(spec, plan, rank)
-    ranks = _meet(context, plan, rank, meeting, [orders])
+    ranks = _meet(context, plan, rank, meeting, [end])
     model = families()[spec.family].load_stages().STAGE_MODELS[own_name(plan.name)](context)
     give_back()
-    kind = worker_kind(plan.engine)
-    if kind.meet is None:
-        _of(plan).follow(model, context, plan, orders)
-        return
-    engine = kind.build(plan, model, context, Host(ranks=ranks))
+    engine = worker_kind(plan.engine).build(plan, model, context, Host(ranks=ranks))
     assert isinstance(engine, RankedEngine)
     with torch.inference_mode():
         engine.warm_up()

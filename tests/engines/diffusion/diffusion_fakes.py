@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from segue.engines.contract import Payload, StageOutput, StageRequest
+from segue.engines.contract import Engine, Payload, StageOutput, StageRequest
 from segue.engines.diffusion.contract import Row, Sample
-from segue.engines.diffusion.engine import DiffusionEngine
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import InvalidRequest
 from segue.messages.request import Request
@@ -163,7 +162,7 @@ def truth(ask: Ask, index: int) -> torch.Tensor:
     return sample.latents
 
 
-def made(engine: DiffusionEngine, *asks: Ask) -> list[StageOutput]:
+def made(engine: Engine, *asks: Ask) -> list[StageOutput]:
     """All that comes of these requests."""
     for ask in asks:
         engine.add(ask.request())

@@ -1,6 +1,6 @@
 """The second rank of a denoiser without a model, whose memory is bounded:
-`python row_rank_fake.py FD MEETING BYTES TAKEN` follows the leader at FD, may have BYTES more than it has when it
-begins, and takes TAKEN in the middle of a call."""
+`python row_rank_fake.py FD MEETING BYTES TAKEN` follows rank 0 at FD, may have BYTES more than it has when it begins,
+and takes TAKEN in the middle of a call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ import torch
 from diffusion_fakes import Ask, FakeDenoiser
 
 from segue.engines.diffusion.contract import Row
-from segue.engines.diffusion.follower import follow_rows
+from segue.engines.diffusion.engine import DiffusionEngine
+from segue.engines.diffusion.sharing import Sharing
+from segue.engines.ranks import follow
+from segue.parallel.ranks import Ranks
 from segue.parallel.ways import Shape, Ways, meet
 
 CPU = torch.device("cpu")
@@ -48,6 +51,10 @@ def exchanging(ways: Ways, taken: int = 0) -> Exchanging:
     return fake
 
 
+def engine_of(fake: Exchanging, ways: Ways, ranks: Ranks) -> DiffusionEngine:
+    return DiffusionEngine(fake, None, Sharing(fake, ways, ranks), ranks)
+
+
 def main() -> None:
     end, meeting, more, taken = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
@@ -55,8 +62,9 @@ def main() -> None:
     [now] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize:")]
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (int(now.split()[1]) * 1024 + more, hard))
-    with socket.socket(fileno=end) as orders:
-        follow_rows(exchanging(ways, taken), ways, orders)
+    with socket.socket(fileno=end) as near, torch.inference_mode():
+        ranks = Ranks(ways.everyone, [near])
+        follow(engine_of(exchanging(ways, taken), ways, ranks), ranks)
 
 
 if __name__ == "__main__":

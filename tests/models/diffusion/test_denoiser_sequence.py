@@ -62,7 +62,7 @@ def test_two_equal_one(family: str, mode: str, more: dict[str, Any], tmp_path: P
     expected = [chain.run(case)[0] for case in cases(more)]
     keys = {"sequence_parallel": 2, "sequence_ring": RING[mode]}
     with followers.joined(directory, tmp_path / "meeting", keys) as leader:
-        part = lengths(leader.inner)
+        part = lengths(leader.model)
         divided = chain.through(leader)
         together = divided.run(*cases(more), late={1: 1})
         for one, case in zip(together, expected, strict=True):

@@ -103,7 +103,7 @@ def test_weights_that_wait_elsewhere(
         divided = chain.through(leader)
         for one, case in zip(divided.run(*cases), expected, strict=True):
             assert apart(one, case.pixels) < WITHIN
-        blocks = blocks_of(leader.inner.network)
+        blocks = blocks_of(leader.model.network)
         hooks = [HookRegistry.check_if_exists_or_initialize(block).get_hook("group_offloading") for block in blocks]
     assert hooks
     assert None not in hooks

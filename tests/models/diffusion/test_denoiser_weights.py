@@ -16,20 +16,19 @@ import pytest
 import torch
 from diffusion_adapters import drawn, write
 from diffusion_chain import WITHIN, Chain, apart, pipeline_of
-from row_rank_process import CPU, denoiser
+from row_rank_process import CPU, Led, denoiser, ranked
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from segue.engines.diffusion.contract import DenoiserContext, DiffusionModel
-from segue.engines.diffusion.follower import follow_rows
-from segue.engines.diffusion.ranks import RowLeader
+from segue.engines.ranks import follow
 from segue.graph.deployment.options import LoraPlan
 from segue.messages.errors import ConfigError
 from segue.models.images.sdxl import tiny as sdxl
 from segue.models.images.sdxl.denoiser import SdxlDenoiser
 from segue.parallel.group import Group
 from segue.parallel.layers import SummedRMSNorm
-from segue.parallel.orders import Crew
+from segue.parallel.ranks import Ranks
 from segue.parallel.ways import Shape, Ways, meet
 
 ASKED = {"prompt": "a small boat left the harbour", "height": 64, "width": 64, "num_inference_steps": 2, "seed": 3}
@@ -54,16 +53,21 @@ def all_ways(meeting: Path, shape: Shape) -> list[Ways]:
 
 
 @contextmanager
-def led(leader: DiffusionModel, follower: DiffusionModel, met: list[Ways]) -> Iterator[RowLeader]:
+def led(first: DiffusionModel, second: DiffusionModel, met: list[Ways]) -> Iterator[Led]:
     near, far = socket.socketpair()
-    thread = threading.Thread(target=follow_rows, args=(follower, met[1], far))
+
+    def live() -> None:
+        ranks = Ranks(met[1].everyone, [far])
+        with torch.inference_mode():
+            follow(ranked(second, met[1], ranks), ranks)
+
+    thread = threading.Thread(target=live, daemon=True)
     thread.start()
-    crew = Crew([near])
     try:
-        yield RowLeader(leader, met[0], crew)
+        yield Led(first, met[0], [near])
     finally:
-        crew.close()
-        thread.join()
+        near.close()
+        thread.join(240)
         far.close()
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -22,10 +23,13 @@ from segue.engines.contract import Payload, StageOutput, StageRequest
 from segue.engines.diffusion.batch import Candidate, CostTable, choose, measure
 from segue.engines.diffusion.contract import DiffusionModel, Row, Sample
 from segue.engines.diffusion.memory import Room
+from segue.engines.diffusion.sharing import Sharing, shared_failure
 from segue.engines.diffusion.step_caches import StepCaches
 from segue.engines.entries import Entries, Entry
 from segue.kernels.device import end_where_lost, out_of_memory
 from segue.messages.errors import ConfigError, StageFailed
+from segue.parallel.group import ReplicaBroken
+from segue.parallel.ranks import ALONE, Ranks
 
 TRIAL_SECONDS = {"cpu": 1.0}
 """Time that the warm-up spends measuring calls, by kind of device. A restarted worker spends it again."""
@@ -35,6 +39,8 @@ _UNCOUNTED = 2
 `segue.kernels.graphs.replay`."""
 _CALLS = 3
 """Minimum number of one-row calls for measuring a size."""
+_NEXT, _OVER = 0, -1
+"""What rank 0 says instead of the rows of a trial: the next sample comes, or none."""
 _EXPLORE = 128
 """Every this many calls, a batch larger than found worth it is tried, because the measurement may have been a fluke."""
 
@@ -70,6 +76,11 @@ class _Running:
     """Branches of its next call; read from the stage model when a step is chosen."""
     passed: int = 0
 
+    @property
+    def name(self) -> tuple[str, int]:
+        """Unique in the engine."""
+        return self.sample.request_id, self.sample.index
+
 
 @dataclass(slots=True)
 class _Entry(Entry):
@@ -84,8 +95,17 @@ class _Entry(Entry):
 class DiffusionEngine:
     """`segue.engines.contract.Engine` over a `DiffusionModel`."""
 
-    def __init__(self, model: DiffusionModel, config: DiffusionConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: DiffusionModel,
+        config: DiffusionConfig | None = None,
+        sharing: Sharing | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        """`sharing`: with `ranks`, those that run this engine together."""
         self._model = model
+        self._sharing = sharing
+        self._ranks = ranks
         self._config = config or DiffusionConfig()
         self._entries: Entries[_Entry] = Entries(model.end)
         self._arrivals = itertools.count()
@@ -103,14 +123,27 @@ class DiffusionEngine:
     def warm_up(self) -> None:
         """Run the stage model's own warm-up, then measure calls of made-up samples to fill `costs`."""
         self._model.warm_up()
+        try:
+            if self._ranks.first:
+                self._measure()
+                self._ranks.same(lambda: _OVER, int)
+            else:
+                self._follow_trials()
+        except ReplicaBroken as broken:
+            raise ConfigError(f"the ranks of this stage cannot run the warm-up together: {broken}") from broken
+
+    def _measure(self) -> None:
+        """Make calls of the stage model's trials, which the other ranks follow."""
         end: float | None = None
-        for sample in self._model.trials():
+        for number, sample in enumerate(self._model.trials()):
+            if number:
+                self._ranks.same(lambda: _NEXT, int)
             if end is None:
                 end = time.monotonic() + TRIAL_SECONDS.get(sample.latents.device.type, _TRIAL_SECONDS)
             left = end - time.monotonic()
             if left <= 0 or (self.costs.per_row and _CALLS * self.costs.of(sample.tokens, 1) > left):
                 break
-            call = partial(self._trial, sample)
+            call = partial(self._told_trial, sample)
             try:
                 self._room.measure(sample, call)
                 most = min(self._config.max_batch, self._room.rows(sample))
@@ -121,10 +154,28 @@ class DiffusionEngine:
                 self._room.too_large(sample, 1)
                 break
 
+    def _follow_trials(self) -> None:
+        """Make the trial calls that rank 0 makes."""
+        trials = iter(self._model.trials())
+        sample = next(trials, None)
+        while (rows := self._ranks.same(int, int)) != _OVER:
+            if rows == _NEXT:
+                sample = next(trials)
+                continue
+            assert sample is not None
+            try:
+                self._trial(sample, rows)
+            except Exception as error:  # rank 0's call fails alike, and it says how it goes on
+                if not out_of_memory(error):
+                    raise
+
+    def _told_trial(self, sample: Sample, rows: int) -> float:
+        return self._trial(sample, self._ranks.same(lambda: rows, int))
+
     def _trial(self, sample: Sample, rows: int) -> float:
         """Seconds of a call of `rows` rows like this one."""
         start = time.perf_counter()
-        self._model.predict([Row(sample, 0)] * rows)
+        self._call([Row(sample, 0)] * rows)
         if sample.latents.device.type == "cuda":
             torch.cuda.synchronize(sample.latents.device)
         return time.perf_counter() - start
@@ -138,16 +189,20 @@ class DiffusionEngine:
         entry = self._entries.get(request_id)
         if entry is None:
             return
+        samples: list[Sample] = []
+        failure: Exception | None = None
         try:
             samples = self._model.feed(entry.state, upstream, payload, final=final)
+            if samples and self._ranks.first:
+                failure = self._room.refusal(samples[0])
         except Exception as error:  # the stage fails the request for any error of its model code
-            self._entries.fail_later(request_id, error)
+            failure = error
+        failure = shared_failure(self._ranks, failure, f"prepare request {request_id}")
+        if failure is not None:
+            self._entries.fail_later(request_id, failure)
             return
         if final:
             entry.open_upstreams.discard(upstream)
-        if samples and (refusal := self._room.refusal(samples[0])) is not None:
-            self._entries.fail_later(request_id, refusal)
-            return
         for sample in samples:
             due = preview_calls(len(sample.timesteps), sample.params.partial_images)
             entry.running.append(_Running(sample, next(self._arrivals), due))
@@ -192,14 +247,34 @@ class DiffusionEngine:
             "batch_limit": float(self._limit),
         }
 
+    def books(self) -> dict[str, Any]:
+        """The state that all ranks must have in common between two steps, by name."""
+        running = [running for entry in self._entries.values() for running in entry.running]
+        return {
+            "requests": [(name, entry.paused, entry.made) for name, entry in self._entries.items()],
+            "samples": [(one.sample.request_id, one.sample.index) for one in running],
+            "steps": [one.sample.step for one in running],
+        }
+
     # ── one step ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _schedule(self) -> list[_Running]:
-        """Choose the samples of the next step, and count how often the others are passed over."""
+        """Choose the samples of the next step, and count how often the others are passed over. With several ranks, rank
+        0 chooses, by the costs that it measured."""
         ready = [(running, entry) for entry in self._entries.values() if not entry.paused for running in entry.running]
         for entry in self._entries.values():
             for running in entry.running:
                 running.branches = self._model.branches(running.sample)
+        by_name = {running.name: running for running, _ in ready}
+        names = self._ranks.same(lambda: [one.name for one in self._choose(ready)], list[tuple[str, int]])
+        chosen = [by_name[name] for name in names]
+        for running, _ in ready:
+            running.passed += 1
+        for running in chosen:
+            running.passed = 0
+        return chosen
+
+    def _choose(self, ready: Sequence[tuple[_Running, _Entry]]) -> list[_Running]:
         # a request is done when all its samples are, so its work is the sum of theirs
         work = {name: sum(map(self._work, entry.running)) for name, entry in self._entries.items()}
         by_candidate = {
@@ -213,12 +288,7 @@ class DiffusionEngine:
             self._limit = self.costs.rows_worth(sample.tokens, most, explore=self._calls % _EXPLORE == _EXPLORE - 1)
             return self._limit
 
-        chosen = [by_candidate[candidate] for candidate in choose(list(by_candidate), max_rows, self._config.patience)]
-        for running, _ in ready:
-            running.passed += 1
-        for running in chosen:
-            running.passed = 0
-        return chosen
+        return [by_candidate[candidate] for candidate in choose(list(by_candidate), max_rows, self._config.patience)]
 
     def _work(self, running: _Running) -> float:
         """Approximate seconds of calls that a sample still needs."""
@@ -255,6 +325,15 @@ class DiffusionEngine:
         self._last_batch = len(rows)
         return self._predict(rows)
 
+    def _call(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
+        """One call of the network, by all ranks."""
+        return self._compute(rows) if self._sharing is None else self._sharing.predict(rows, self._compute)
+
+    def _compute(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
+        """This rank's network."""
+        with self._model.during(rows):
+            return self._caches.predict(rows)
+
     def _predict(self, rows: Sequence[Row], *, again: bool = False) -> list[torch.Tensor | Exception]:
         """The network's prediction for each row, or its error. A failed call is repeated in halves, so that one that is
         too large for the memory succeeds, and otherwise only the faulty row fails. A single row that runs out of memory
@@ -263,8 +342,7 @@ class DiffusionEngine:
         self._rows += len(rows)
         try:
             start = time.perf_counter()
-            with self._model.during(rows):
-                answers: list[torch.Tensor | Exception] = list(self._caches.predict(rows))
+            answers: list[torch.Tensor | Exception] = list(self._call(rows))
             seconds = time.perf_counter() - start
             if len(answers) != len(rows):
                 raise StageFailed(f"the stage model gave {len(answers)} predictions for {len(rows)} rows")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 from segue.engines.contract import Engine, LoadContext, StageModel
 from segue.engines.diffusion.contract import DenoiserContext, DiffusionModel
 from segue.engines.diffusion.engine import DiffusionConfig, DiffusionEngine
-from segue.engines.diffusion.follower import follow_rows
-from segue.engines.diffusion.ranks import RowLeader
+from segue.engines.diffusion.sharing import Sharing
 from segue.graph.kinds.diffusion import DiffusionPlan
 from segue.graph.kinds.kind import extended
 from segue.messages.errors import ConfigError
-from segue.parallel.orders import Crew
+from segue.parallel.group import Group
 from segue.parallel.ways import Shape, meet
-from segue.worker.kinds.kind import Host, RankRoles, WorkerKind
+from segue.worker.kinds.kind import Host, WorkerKind
 
 
 def _context(base: LoadContext, plan: DiffusionPlan) -> DenoiserContext:
@@ -40,27 +38,22 @@ def _context(base: LoadContext, plan: DiffusionPlan) -> DenoiserContext:
 
 
 def _build(plan: DiffusionPlan, model: StageModel, context: DenoiserContext, host: Host) -> Engine:
-    return DiffusionEngine(model, DiffusionConfig(max_batch=plan.max_batch, memory_bytes=plan.memory_bytes or None))
+    config = host.ranks.same(
+        lambda: DiffusionConfig(max_batch=plan.max_batch, memory_bytes=plan.memory_bytes or None), DiffusionConfig
+    )
+    sharing = None if context.ways is None else Sharing(model, context.ways, host.ranks)
+    return DiffusionEngine(model, config, sharing, host.ranks)
 
 
-def _meet(context: DenoiserContext, plan: DiffusionPlan, rank: int, meeting: Path) -> None:
+def _meet(context: DenoiserContext, plan: DiffusionPlan, rank: int, meeting: Path) -> Group:
     shape = Shape(plan.cfg_parallel, plan.sequence_parallel, plan.tensor_parallel)
     context.ways = meet(rank, shape, meeting, context.device)
-
-
-def _lead(model: StageModel, context: DenoiserContext, crew: Crew) -> RowLeader:
-    assert context.ways is not None, "ranks have met"
-    return RowLeader(model, context.ways, crew)
-
-
-def _follow(model: StageModel, context: DenoiserContext, plan: DiffusionPlan, orders: socket.socket) -> None:
-    assert context.ways is not None, "ranks have met"
-    follow_rows(model, context.ways, orders)
+    return context.ways.everyone
 
 
 KIND = WorkerKind(
     contract=DiffusionModel,
     context=_context,
     build=_build,
-    ranks=RankRoles(_meet, _lead, _follow),
+    meet=_meet,
 )

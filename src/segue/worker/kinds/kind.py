@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from segue.engines.autoregressive.grammar.process import CompilerHome
 from segue.engines.contract import Engine, LoadContext, StageModel
@@ -17,7 +16,6 @@ from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
 from segue.messages.wire import StageFacts
 from segue.parallel.group import Group
-from segue.parallel.orders import Crew
 from segue.parallel.ranks import ALONE, Ranks
 
 P = TypeVar("P", bound=StagePlan)
@@ -34,25 +32,6 @@ class Host:
     """The process that compiles grammars; None: this one."""
     ranks: Ranks = ALONE
     """The ranks of its one stage, each of which builds the same engine."""
-
-
-class LedModel(Protocol):
-    """A stage model that leads those of the other ranks."""
-
-    def serve(self) -> None:
-        """End of loading: from now on an error between the ranks breaks the replica."""
-
-
-@dataclass(frozen=True)
-class RankRoles(Generic[P, C]):
-    """How several processes share a stage whose engine runs on the leader alone."""
-
-    meet: Callable[[C, P, int, Path], None]
-    """(context, plan, rank, meeting place) → sets the process groups of the context when all ranks have met."""
-    lead: Callable[[StageModel, C, Crew], LedModel]
-    """The leader's stage model → one that the followers follow."""
-    follow: Callable[[StageModel, C, P, socket.socket], None]
-    """Run a follower until the leader closes the socket."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +51,7 @@ class WorkerKind(Generic[P, C]):
     """The sampling defaults of a stage model."""
     meet: Callable[[C, P, int, Path], Group] | None = None
     """(context, plan, rank, meeting place) → sets the process groups of the context when all ranks of a replica have
-    met, and returns that of them all. The engine then is a `RankedEngine`. None: its stages run in one process,
-    or by `ranks`."""
-    ranks: RankRoles[P, C] | None = None
+    met, and returns that of them all. The engine then is a `RankedEngine`. None: its stages run in one process."""
 
 
 def worker_kind(engine: str) -> WorkerKind[Any, Any]:

@@ -85,7 +85,7 @@ class Bagel:
         """Append an image [3, height, width] in [-1, 1] as the vision tower sees it."""
         size = self.config.vit.patch_size
         at = places(image.shape[1] // size, image.shape[2] // size, self.config.vit.side)
-        self._block(sequence, self.vision(patches(image, size), at), drawn=False)
+        self._block(sequence, self.vision(patches(image, size)[None], at)[0], drawn=False)
 
     @torch.no_grad()
     def answer(self, sequence: Sequence, most: int) -> tuple[list[int], Tensor]:
@@ -187,3 +187,10 @@ def pixels(image: Image.Image) -> Tensor:
     """[3, height, width] in [-1, 1]."""
     values = torch.frombuffer(bytearray(image.convert("RGB").tobytes()), dtype=torch.uint8)
     return values.reshape(image.height, image.width, 3).permute(2, 0, 1) / 127.5 - 1
+
+
+def picture(width: int, height: int) -> Image.Image:
+    """As `make_golden.py` has it."""
+    across, down = torch.arange(width), torch.arange(height)[:, None]
+    channels = [(3 * across + down) % 256, (across + 5 * down) % 256, (across * down) % 256]
+    return Image.frombytes("RGB", (width, height), bytes(torch.stack(channels, -1).to(torch.uint8).flatten().tolist()))

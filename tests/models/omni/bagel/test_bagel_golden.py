@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from bagel_reference import GOLDEN, THINK, Bagel, Sequence, pixels
+from bagel_reference import GOLDEN, THINK, Bagel, Sequence, picture, pixels
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 from safetensors.torch import load_file
 
 from segue.models.omni.bagel import sizes
@@ -34,13 +33,6 @@ def recorded() -> dict[str, torch.Tensor]:
 
 
 CASES: dict[str, dict[str, Any]] = json.loads((GOLDEN / "cases.json").read_text())
-
-
-def picture(width: int, height: int) -> Image.Image:
-    """As `make_golden.py` has it."""
-    across, down = torch.arange(width), torch.arange(height)[:, None]
-    channels = [(3 * across + down) % 256, (across + 5 * down) % 256, (across * down) % 256]
-    return Image.frombytes("RGB", (width, height), bytes(torch.stack(channels, -1).to(torch.uint8).flatten().tolist()))
 
 
 @dataclass

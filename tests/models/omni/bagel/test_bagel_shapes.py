@@ -13,12 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from segue.messages.errors import ConfigError
-from segue.models.omni.bagel.config import Config, read_config
+from segue.messages.errors import ConfigError, InvalidRequest
+from segue.models.omni.bagel.config import LATENT_POSITIONS, WEIGHTS, Config, read_config
 from segue.models.omni.bagel.decoder import language_model
 from segue.models.omni.bagel.latents import LatentSpace
 from segue.models.omni.bagel.loading import autoencoder, language_name, latent_name, vae_name, vision_name
+from segue.models.omni.bagel.tiny.presets import make
 from segue.models.omni.bagel.vision import VisionEncoder
+from segue.models.shared.checkpoint.checkpoint import Checkpoint
 
 PUBLISHED = Path(__file__).parents[2] / "published" / "BAGEL-7B-MoT"
 EMA_BYTES = 29_214_685_368
@@ -91,3 +93,23 @@ def test_a_wrong_config_is_named(config: Config, tmp_path: Path) -> None:
     (tmp_path / "llm_config.json").write_text(json.dumps(values))
     with pytest.raises(ConfigError, match=r"vit_config\.json"):
         read_config(tmp_path)
+
+
+def test_the_tiny_checkpoint_has_the_published_layout(tiny_dir: Path, tmp_path: Path) -> None:
+    tiny = read_config(tiny_dir)
+    assert tiny.latent_side**2 == Checkpoint(tiny_dir, WEIGHTS).shapes()[LATENT_POSITIONS].shape[0]
+    for file in ("ema.safetensors", "ae.safetensors"):
+        ours, theirs = Checkpoint(tiny_dir, file).names, published(file)
+        assert {re.sub(r"\d+", "N", name) for name in ours} == {re.sub(r"\d+", "N", name) for name in theirs}
+    own = json.loads((tiny_dir / "vit_config.json").read_text())["num_hidden_layers"]
+    assert f"vit_model.vision_model.encoder.layers.{own - 1}.mlp.fc1.bias" not in Checkpoint(tiny_dir, WEIGHTS)
+    with pytest.raises(InvalidRequest, match="no size 'huge'"):
+        make(tmp_path, "huge")
+
+
+@pytest.mark.nightly
+def test_equal_seeds_make_equal_files(tiny_dir: Path, tmp_path: Path) -> None:
+    for seed, same in ((0, True), (1, False)):
+        make(tmp_path, seed=seed)
+        for name in ("ema.safetensors", "ae.safetensors"):
+            assert ((tmp_path / name).read_bytes() == (tiny_dir / name).read_bytes()) is same

@@ -6,16 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from mimo_audio_family import EMPTY, GREEDY_CODES, MOST, Case, Replies, Reply, cases, context
+from mimo_audio_family import EMPTY, GREEDY_CODES, MOST, Case, Replies, Reply, cases, context, stage_request
 from mimo_audio_plain import Plain
 
 from segue.messages.errors import ConfigError
+from segue.messages.request import Request
 from segue.models.speech.mimo_audio.llm import LLM
 from segue.models.speech.mimo_audio.tiny.config import IDS
 
 ENDS = {IDS["<|im_end|>"], IDS["<|endoftext|>"]}
 CASES = list(cases().values())
 ROWS = {case.name: case.rows for case in CASES}
+SOME = CASES[::3]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,15 @@ def test_the_plain_reference_is_the_published_code(tiny_dir: Path) -> None:
         assert plain(case.prompt, ends, MOST) == case.rows, case.name
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+SHOWN = ("answered again", "thought about")
+"""One with recordings and a spoken reply, one with a written reply; the others are of the same kinds."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case.name in SHOWN else pytest.mark.nightly) for case in CASES],
+    ids=lambda case: case.name,
+)
 def test_alone(llm: LLM, case: Case) -> None:
     [reply] = Replies(llm)([case]).values()
     assert reply.rows == case.rows
@@ -52,13 +62,17 @@ def test_replies_depend_on_the_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    "config",
-    [{}, {"max_tokens_per_step": 7, "prefill_chunk": 5}, {"num_blocks": 40, "block_size": 8}],
+    ("asked", "config"),
+    [
+        (CASES, {}),
+        (SOME, {"max_tokens_per_step": 7, "prefill_chunk": 5}),
+        (SOME, {"num_blocks": 24, "block_size": 8}),
+    ],
     ids=["together", "chunks", "preempted"],
 )
-def test_in_a_batch(llm: LLM, config: dict) -> None:
+def test_in_a_batch(llm: LLM, asked: list[Case], config: dict) -> None:
     replies = Replies(llm, **config)
-    assert of(replies(CASES)) == ROWS
+    assert of(replies(asked)) == {case.name: case.rows for case in asked}
     assert (replies.engine.stats()["preemptions_total"] > 0) == ("num_blocks" in config)
 
 
@@ -80,23 +94,48 @@ def test_after_a_prefix_hit(llm: LLM) -> None:
     assert other.rows != case.rows
 
 
-@pytest.mark.parametrize("done", [1, 6, 20])
+@pytest.mark.parametrize(
+    "done", [6, pytest.param(1, marks=pytest.mark.nightly), pytest.param(20, marks=pytest.mark.nightly)]
+)
 def test_after_the_worker_was_killed(llm: LLM, done: int) -> None:
     case = cases()["understood"]
     [again] = Replies(llm)([case], resume={case.name: case.rows[:done]}).values()
     assert again.rows == case.rows
 
 
+def test_all_patches_as_on_a_gpu(tiny_dir: Path) -> None:
+    """Patches are computed for all rows of a step, also for those of text, whose codes are dropped."""
+
+    class OnGpu(LLM):
+        def _chosen(self, ids: torch.Tensor) -> slice:
+            return slice(None)
+
+    case = cases()["understood"]
+    assert of(Replies(OnGpu(context(tiny_dir, "llm", options=GREEDY_CODES)))([case])) == {case.name: case.rows}
+
+
+def test_quantized_weights(tiny_dir: Path) -> None:
+    """Of the large decoder: the rows are others, and as long as codes need."""
+    llm = LLM(context(tiny_dir, "llm", options=GREEDY_CODES, quantization="int8"))
+    [reply] = Replies(llm)([cases()["understood"]], max_tokens=5).values()
+    assert [len(row) for row in reply.rows] == [33] * 5
+
+
 @pytest.mark.parametrize(
     "part",
     [
-        "decoder.model.layers.2.mlp",
         "input_local_transformer.layers.1.self_attn.o_proj",
-        "speech_group_downcast",
-        "hidden_states_downcast",
-        "local_transformer.layers.1.mlp",
         "local_transformer_lm_heads.7",
-        "speech_embeddings.5",
+        *(
+            pytest.param(part, marks=pytest.mark.nightly)
+            for part in (
+                "decoder.model.layers.2.mlp",
+                "speech_group_downcast",
+                "hidden_states_downcast",
+                "local_transformer.layers.1.mlp",
+                "speech_embeddings.5",
+            )
+        ),
     ],
 )
 def test_every_part_counts(tiny_dir: Path, part: str) -> None:
@@ -110,14 +149,21 @@ def test_codes_are_drawn_whatever_the_text(tiny_dir: Path) -> None:
     """With the published settings a greedy request draws its codes, the same ones in a batch and after a restart."""
     llm = LLM(context(tiny_dir, "llm"))
     [alone] = Replies(llm)([cases()["understood"]]).values()
-    together = Replies(llm)(CASES)
-    assert alone.rows == together["understood"].rows
-    assert of(together) != ROWS
+    together = Replies(llm)([cases()["answered"], cases()["understood"], cases()["said"]])
+    assert alone.rows == together["understood"].rows != ROWS["understood"]
     [again] = Replies(llm)([cases()["understood"]], resume={"understood": alone.rows[:9]}).values()
     assert again.rows == alone.rows
     codes = torch.tensor([row[1:] for row in alone.rows if row[0] == EMPTY]).reshape(-1, 8)
     assert len(codes) > 0
     assert bool((codes < torch.tensor([32, 32, *[16] * 6])).all()), "the empty code is never drawn"
+
+
+def test_few_shots_end_with_the_speech(llm: LLM) -> None:
+    """Also if only their text is wanted; other written replies do not."""
+    for options, ends in (({"few_shot": True}, [IDS["<|eostm|>"]]), ({}, [])):
+        request = stage_request("llm", request=Request(request_id="r", options=options))
+        llm.begin(request)
+        assert request.sampling.stop_token_ids == ends
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_every_part_counts(tiny_dir: Path, part: str) -> None:
 
 
 def test_fewer_frames_ahead_come_earlier_and_differ(tiny_dir: Path, vocoder: Vocoder) -> None:
-    """The error falls with the look-ahead; that of the docs."""
+    """The error falls with the look-ahead."""
     whole = wave_of(vocoder, patches(96))
     errors = {}
     for ahead in (0, 8, 24, 40):

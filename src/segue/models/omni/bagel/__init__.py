@@ -1,9 +1,12 @@
 """BAGEL (ByteDance Seed): one decoder that reads text and images, and writes text and images.
 
 Each layer has two sets of weights, *experts*: one for text and seen images, one for the latents of drawn images. Both
-attend to the same keys and values. Read `decoder`, then `vision` (images in), `latents` and `flow` (images out).
+attend to the same keys and values. Read `graph` and `decoder`, then `vision` (in), `latents` and `flow` (out).
 
 In neither transformers nor diffusers. The layers are built of Qwen2's, the vision tower is SigLIP's encoder, the VAE is
 diffusers' `AutoencoderKL` under other names. Written from the paper (arXiv 2505.14683) and the published parameter
-names, and compared with tensors of the public reference. It is not served yet.
+names, and compared with tensors of the public reference. Served are replies to
+text and images; drawing is not, yet.
+
+Doors: `family`.
 """

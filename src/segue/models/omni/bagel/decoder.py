@@ -8,6 +8,7 @@ n rows, H hidden size, h heads, d head dimension. All tensors have a leading axi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,9 +27,13 @@ from segue.models.omni.bagel.library import (
     Qwen2RMSNorm,
     Qwen2RotaryEmbedding,
     apply_rotary_pos_emb,
+    create_causal_mask,
 )
 
 _GENERATION = "_moe_gen"
+BOTH = ("", _GENERATION)
+"""What the names of an expert's parameters end in."""
+UNDERSTANDING = ("",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ class Attention(nn.Module):
 
     is_causal = True
 
-    def __init__(self, config: Qwen2Config, layer: int) -> None:
+    def __init__(self, config: Qwen2Config, layer: int, experts: Sequence[str]) -> None:
         super().__init__()
         self.config = config
         self.layer_idx = layer
@@ -73,7 +78,7 @@ class Attention(nn.Module):
         self.scaling = self.head_dim**-0.5
         queries = config.num_attention_heads * self.head_dim
         keys = config.num_key_value_heads * self.head_dim
-        for expert in ("", _GENERATION):
+        for expert in experts:
             self.add_module(f"q_proj{expert}", nn.Linear(config.hidden_size, queries))
             self.add_module(f"k_proj{expert}", nn.Linear(config.hidden_size, keys))
             self.add_module(f"v_proj{expert}", nn.Linear(config.hidden_size, keys))
@@ -97,7 +102,8 @@ class Attention(nn.Module):
         v = v.transpose(1, 2)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        # whether the implementation may change, the library decides by finding this call in the source
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
         mixed, _ = attend(self, q, k, v, mask, dropout=0.0, scaling=self.scaling, **kwargs)
         return routed(self, "o_proj", mixed.flatten(2), experts)
 
@@ -105,10 +111,10 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """One layer: attention and SwiGLU, each after its norm."""
 
-    def __init__(self, config: Qwen2Config, layer: int) -> None:
+    def __init__(self, config: Qwen2Config, layer: int, experts: Sequence[str]) -> None:
         super().__init__()
-        self.self_attn = Attention(config, layer)
-        for expert in ("", _GENERATION):
+        self.self_attn = Attention(config, layer, experts)
+        for expert in experts:
             self.add_module(f"mlp{expert}", Qwen2MLP(config))
             for norm in ("input_layernorm", "post_attention_layernorm"):
                 self.add_module(norm + expert, Qwen2RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
@@ -140,11 +146,11 @@ class _Model(PreTrainedModel):
 class Decoder(_Model):
     """Embedding, layers and final norm."""
 
-    def __init__(self, config: Qwen2Config) -> None:
+    def __init__(self, config: Qwen2Config, experts: Sequence[str] = BOTH) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_hidden_layers))
-        for expert in ("", _GENERATION):
+        self.layers = nn.ModuleList(Layer(config, index, experts) for index in range(config.num_hidden_layers))
+        for expert in experts:
             self.add_module(f"norm{expert}", Qwen2RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
         self.rotary_emb = Qwen2RotaryEmbedding(config)
         self.post_init()
@@ -169,19 +175,20 @@ class Decoder(_Model):
         rows = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if position_ids is None:
             position_ids = torch.arange(rows.shape[1], device=rows.device)[None]
+        mask = create_causal_mask(self.config, rows, attention_mask, past_key_values=past_key_values)
         rotary = self.rotary_emb(rows, position_ids)
         experts = None if generated is None else Experts.of(generated)
         for layer in self.layers:
-            rows = layer(rows, rotary, attention_mask, experts, past_key_values, **kwargs)
+            rows = layer(rows, rotary, mask, experts, past_key_values, **kwargs)
         return BaseModelOutput(last_hidden_state=routed(self, "norm", rows, experts))
 
 
 class LanguageModel(_Model):
     """The decoder and the head that maps final hidden states of text to logits."""
 
-    def __init__(self, config: Qwen2Config) -> None:
+    def __init__(self, config: Qwen2Config, experts: Sequence[str] = BOTH) -> None:
         super().__init__(config)
-        self.model = Decoder(config)
+        self.model = Decoder(config, experts)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -190,8 +197,9 @@ class LanguageModel(_Model):
         return CausalLMOutput(logits=self.lm_head(self.model(input_ids, **kwargs).last_hidden_state))
 
 
-def language_model(config: LanguageConfig) -> LanguageModel:
-    """The network that a checkpoint's config describes, without weights."""
+def language_model(config: LanguageConfig, experts: Sequence[str] = BOTH) -> LanguageModel:
+    """The network that a checkpoint's config describes, without weights. `experts`: UNDERSTANDING alone needs half of
+    the parameters, and cannot draw."""
     return LanguageModel(
         Qwen2Config(
             vocab_size=config.vocab_size,
@@ -206,5 +214,6 @@ def language_model(config: LanguageConfig) -> LanguageModel:
             rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
             tie_word_embeddings=False,
             attn_implementation="sdpa",
-        )
+        ),
+        experts,
     )

@@ -10,6 +10,7 @@ from diffusers import AutoencoderKL
 from transformers import PreTrainedModel, Qwen2Config, SiglipVisionConfig
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen2.modeling_qwen2 import (
@@ -35,4 +36,5 @@ __all__ = [
     "SiglipEncoder",
     "SiglipVisionConfig",
     "apply_rotary_pos_emb",
+    "create_causal_mask",
 ]

@@ -15,7 +15,7 @@ import torch
 
 from segue.engines.contract import LoadContext
 from segue.models.omni.bagel.config import VAE_WEIGHTS, WEIGHTS, Config, VaeConfig
-from segue.models.omni.bagel.decoder import LanguageModel, language_model
+from segue.models.omni.bagel.decoder import BOTH, LanguageModel, language_model
 from segue.models.omni.bagel.latents import LatentSpace
 from segue.models.omni.bagel.library import AutoencoderKL
 from segue.models.omni.bagel.vision import VisionEncoder
@@ -83,9 +83,9 @@ class AutoencoderFile(Checkpoint):
         return tensor.flatten(1) if ".attn_" in name and tensor.ndim == 4 else tensor
 
 
-def load_language_model(ctx: LoadContext, config: Config) -> LanguageModel:
+def load_language_model(ctx: LoadContext, config: Config, experts: Sequence[str] = BOTH) -> LanguageModel:
     """Decoder and head. Raises `ConfigError` with the missing tensor, as all below."""
-    return _load(ctx, lambda: language_model(config.llm), language_name)
+    return _load(ctx, lambda: language_model(config.llm, experts), language_name)
 
 
 def load_vision(ctx: LoadContext, config: Config) -> VisionEncoder:

@@ -94,7 +94,8 @@ class VisionEncoder(nn.Module):
         self.vit_pos_embed = PositionTable(vit.side, config.llm.hidden_size)
 
     def forward(self, tokens: Tensor, at: Tensor) -> Tensor:
-        """One image: its `patches` [n, channels · size²] in [-1, 1] and their `places` [n] → [n, H]."""
-        hidden = self.encoder(inputs_embeds=self.embeddings(tokens, at)[None]).last_hidden_state[0]
+        """Images of one shape: their `patches` [images, n, channels · size²] in [-1, 1] and the `places` of each [n] →
+        [images, n, H]."""
+        hidden = self.encoder(inputs_embeds=self.embeddings(tokens, at)).last_hidden_state
         out: Tensor = self.connector(self.post_layernorm(hidden)) + self.vit_pos_embed(at)
         return out

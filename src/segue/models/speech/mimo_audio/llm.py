@@ -84,9 +84,10 @@ class LLM:
         self.default_sampling = SamplingParams(temperature=0.6, top_p=0.95, max_tokens=8192)
 
     def begin(self, request: StageRequest) -> _State:
-        """A reply that is spoken ends with its speech."""
+        """A reply that is spoken ends with its speech, even if nobody listens."""
         sampling = request.sampling
-        if request.downstreams and not sampling.ignore_eos:
+        spoken = request.downstreams or request.request.options.get("few_shot")
+        if spoken and not sampling.ignore_eos:
             ends = sorted({*(sampling.stop_token_ids or ()), self._spoken_end})
             request.sampling = msgspec.structs.replace(sampling, stop_token_ids=ends)
         return _State()
