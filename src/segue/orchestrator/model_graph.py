@@ -128,7 +128,12 @@ class ServedGraph:
         card = self.models[member].card
         entry = member in self.entries if entry is None else entry
         sampling = {stage: params for stage, params in request.sampling.items() if stage in card.sampling_stages}
-        options = {name: value for name, value in request.options.items() if name in card.options}
+        others = self.card.options - card.options if self.models[member].open_options else frozenset[str]()
+        options = {
+            name: value
+            for name, value in request.options.items()
+            if name in card.options or (self.models[member].open_options and name not in others)
+        }
         if card.says is not None and self.speaks(member):
             options = {**card.says.options, **options}
             usual = card.says.sampling

@@ -144,7 +144,15 @@ def test_the_first_sound_does_not_wait_for_the_reply(system: System, prompt: dic
     assert system.in_time(body, bool)
 
 
-@pytest.mark.parametrize("stage", ["hear.llm", "think.llm", "speak.backbone", "speak.vocoder"])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param("hear.llm", marks=pytest.mark.nightly),
+        "think.llm",
+        "speak.backbone",
+        pytest.param("speak.vocoder", marks=pytest.mark.nightly),
+    ],
+)
 def test_killed_at_work(system: System, prompt: dict[str, Any], undisturbed: RequestOutput, stage: str) -> None:
     kinds: dict[str, type] = {"hear": ModelDelta, "think": TextDelta, "speak": AudioDelta}
 
@@ -164,7 +172,14 @@ def test_killed_at_work(system: System, prompt: dict[str, Any], undisturbed: Req
     check_same(output, undisturbed)
 
 
-@pytest.mark.parametrize("stage", [pytest.param("hear.input", marks=pytest.mark.nightly), "think.input", "speak.input"])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param("hear.input", marks=pytest.mark.nightly),
+        "think.input",
+        pytest.param("speak.input", marks=pytest.mark.nightly),
+    ],
+)
 def test_killed_before_it_read(system: System, prompt: dict[str, Any], undisturbed: RequestOutput, stage: str) -> None:
     """The worker is stopped while the request arrives, and killed with it in its hands."""
 
