@@ -270,8 +270,7 @@ def _asked(modality: str, gives: frozenset[str]) -> list[str]:
 
 def _modality(gives: frozenset[str], output: Path | None) -> str | None:
     """Return the modality of the output file's extension; None: text. Raises `ConfigError` if the model lacks it."""
-    from segue.media.encode import check_audio_format
-    from segue.messages.formats import AUDIO_FORMATS
+    from segue.messages.formats import AUDIO_FORMATS, check_audio_format
 
     endings = {
         **dict.fromkeys(_IMAGES, "image"),

@@ -12,29 +12,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from segue.messages.errors import InvalidRequest, TooLarge, nearest
-from segue.messages.formats import AUDIO_FORMATS, IMAGE_FORMATS
-
-_LONGEST = {"webp": 16_383, "jpeg": 65_500}
-"""Most pixels of a side: WebP stores 14 bits; the other is libjpeg's limit."""
-
-
-def check_image_format(name: str, field: str) -> str:
-    """Return the name itself, or raise `InvalidRequest` naming field and nearest neighbour."""
-    if name not in IMAGE_FORMATS:
-        raise InvalidRequest(f"{field} is {name!r}, no known image format{nearest(name, IMAGE_FORMATS)}", field=field)
-    return name
-
-
-def check_image_sides(height: int, width: int, name: str, field: str) -> None:
-    """Raise `TooLarge` if a file of format `name` cannot hold an image of this size."""
-    most = _LONGEST.get(name)
-    if most is not None and max(height, width) > most:
-        raise TooLarge(
-            f"{field} is {name!r}, and the image is {width} x {height} pixels; a side of such a file has at most "
-            f"{most}: use png, or ask for a smaller size",
-            field=field,
-        )
+from segue.messages.formats import LONGEST, check_audio_format, check_image_sides
 
 
 def encode_image(data: bytes, height: int, width: int, name: str, quality: int = 100) -> bytes:
@@ -55,7 +33,7 @@ def encode_image(data: bytes, height: int, width: int, name: str, quality: int =
 def encode_thumbnail(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
     """Encode [height, width, 3] uint8 RGB as WebP, scaled down only if it exceeds WebP's size limit."""
     image = Image.fromarray(pixels)
-    image.thumbnail((_LONGEST["webp"], _LONGEST["webp"]))
+    image.thumbnail((LONGEST["webp"], LONGEST["webp"]))
     return encode_image(image.tobytes(), image.height, image.width, "webp", 90)
 
 
@@ -111,13 +89,6 @@ _CODECS = {
     "opus": _Codec("ogg", "libopus", "flt", (8000, 12000, 16000, 24000, 48000), 64_000, {"page_duration": "100000"}),
     "aac": _Codec("adts", "aac", "fltp", _MPEG_RATES, 96_000, {}),
 }
-
-
-def check_audio_format(name: str, field: str) -> str:
-    """Return the name itself, or raise `InvalidRequest` naming field and nearest neighbour."""
-    if name not in AUDIO_FORMATS:
-        raise InvalidRequest(f"{field} is {name!r}, no known audio format{nearest(name, AUDIO_FORMATS)}", field=field)
-    return name
 
 
 def pcm16(samples: Samples) -> bytes:

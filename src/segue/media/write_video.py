@@ -15,15 +15,14 @@ from av.audio.stream import AudioStream
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
 from av.video.stream import VideoStream
 
-from segue.messages.errors import ConfigError, TooLarge
+from segue.messages.errors import ConfigError
+from segue.messages.formats import check_video_sides
 
 Frames = np.ndarray[Any, np.dtype[np.uint8]]
 """[frames, height, width, 3] RGB."""
 _QUALITY = "18"
 """x264's constant rate factor: visually close to lossless for most viewers."""
 _ENCODER = "libx264"
-_LONGEST = 16_384
-"""Most pixels of a side: x264's limit."""
 
 
 def check_video_encoder(name: str = _ENCODER) -> None:
@@ -36,15 +35,6 @@ def check_video_encoder(name: str = _ENCODER) -> None:
             "(pip install --force-reinstall av)",
             field="model",
         ) from error
-
-
-def check_video_sides(height: int, width: int, field: str) -> None:
-    """Raise `TooLarge` if an MP4 cannot hold frames of this size."""
-    if max(height, width) > _LONGEST:
-        raise TooLarge(
-            f"frames of {width} x {height} pixels; a side of a video has at most {_LONGEST}: ask for a smaller size",
-            field=field,
-        )
 
 
 class VideoMuxer:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-from segue.messages.errors import InvalidRequest, nearest, wrong
+from segue.messages.errors import InvalidRequest, TooLarge, nearest, wrong
 
 AUDIO_FORMATS: dict[str, str] = {
     "wav": "audio/wav",
@@ -27,6 +27,8 @@ VIDEO_FORMATS: dict[str, str] = {"mp4": "video/mp4"}
 FORMATS: Mapping[str, Mapping[str, str]] = {"audio": AUDIO_FORMATS, "image": IMAGE_FORMATS, "video": VIDEO_FORMATS}
 """Modality → the names of its formats → media type."""
 
+LONGEST = {"webp": 16_383, "jpeg": 65_500, "mp4": 16_384}
+"""Most pixels of a side: WebP stores 14 bits; the others are limits of libjpeg and x264."""
 SLOWEST, FASTEST = 0.25, 4.0
 """OpenAI's bounds of `speed`."""
 _RATES = 8000, 48_000
@@ -78,3 +80,37 @@ def check_formats(formats: Mapping[str, Format], modalities: Collection[str]) ->
             raise wrong(f"{field}.base64", form.base64, "true only of an image, or of audio that is whole")
         if form.part < 0:
             raise wrong(f"{field}.part", form.part, "at least 0")
+
+
+def check_audio_format(name: str, field: str) -> str:
+    """Return the name itself, or raise `InvalidRequest` naming field and nearest neighbour."""
+    if name not in AUDIO_FORMATS:
+        raise InvalidRequest(f"{field} is {name!r}, no known audio format{nearest(name, AUDIO_FORMATS)}", field=field)
+    return name
+
+
+def check_image_format(name: str, field: str) -> str:
+    """Return the name itself, or raise `InvalidRequest` naming field and nearest neighbour."""
+    if name not in IMAGE_FORMATS:
+        raise InvalidRequest(f"{field} is {name!r}, no known image format{nearest(name, IMAGE_FORMATS)}", field=field)
+    return name
+
+
+def check_image_sides(height: int, width: int, name: str, field: str) -> None:
+    """Raise `TooLarge` if a file of format `name` cannot hold an image of this size."""
+    most = LONGEST.get(name)
+    if most is not None and max(height, width) > most:
+        raise TooLarge(
+            f"{field} is {name!r}, and the image is {width} x {height} pixels; a side of such a file has at most "
+            f"{most}: use png, or ask for a smaller size",
+            field=field,
+        )
+
+
+def check_video_sides(height: int, width: int, field: str) -> None:
+    """Raise `TooLarge` if an MP4 cannot hold frames of this size."""
+    if max(height, width) > (most := LONGEST["mp4"]):
+        raise TooLarge(
+            f"frames of {width} x {height} pixels; a side of a video has at most {most}: ask for a smaller size",
+            field=field,
+        )

@@ -12,12 +12,11 @@ from typing import Annotated, Any
 
 import msgspec
 
-from segue.media.encode import check_audio_format
 from segue.media.parts import messages_from, messages_schema, parts_beside
 from segue.messages.deltas import TokenLogprobs, TopToken
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, diffusion_from
 from segue.messages.errors import InvalidRequest, NotFound, SegueError, nearest, shown, wrong
-from segue.messages.formats import Format
+from segue.messages.formats import Format, check_audio_format
 from segue.messages.limits import check_lists
 from segue.messages.request import BESIDE, MediaPart, Message, Request
 from segue.models.shared.dialects.dialect import Dialect

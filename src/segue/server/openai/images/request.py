@@ -12,11 +12,10 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from segue.media.encode import check_image_format, check_image_sides
 from segue.media.parts import STRING, image_parts, object_of
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusion
 from segue.messages.errors import InvalidRequest, SegueError, TooLarge, TooLong, shown
-from segue.messages.formats import Format
+from segue.messages.formats import Format, check_image_format, check_image_sides
 from segue.messages.limits import check_carried
 from segue.messages.request import MediaPart, Message, Request
 from segue.orchestrator.service import ModelCard

@@ -7,9 +7,9 @@ from collections.abc import Collection
 from typing import Any
 
 from segue.media.parts import image_parts
-from segue.media.write_video import check_video_sides
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import SegueError, wrong
+from segue.messages.formats import check_video_sides
 from segue.messages.request import MediaPart, Request
 from segue.orchestrator.service import ModelCard
 from segue.server.generation.parameters import served_names
