@@ -5,8 +5,7 @@ attend to the same keys and values. Read `graph` and `decoder`, then `vision` (i
 
 In neither transformers nor diffusers. The layers are built of Qwen2's, the vision tower is SigLIP's encoder, the VAE is
 diffusers' `AutoencoderKL` under other names. Written from the paper (arXiv 2505.14683) and the published parameter
-names, and compared with tensors of the public reference. Served are replies to
-text and images; drawing is not, yet.
+names, and compared with tensors of the public reference. Replies to text and images are served; drawing is not yet.
 
 Doors: `family`.
 """
