@@ -24,6 +24,7 @@ from segue.messages.errors import InvalidRequest
 from segue.messages.request import MediaPart
 from segue.messages.sampling import SamplingParams
 from segue.messages.stats import Histogram
+from segue.models.model_graph import ModelGraph
 from segue.models.omni.qwen2_5_omni.reference import Reference, Reply
 from segue.models.shared.library import AutoModelForCausalLM
 from segue.models.shared.omni.chat import audio_of_videos
@@ -190,7 +191,7 @@ async def until(true: Callable[[], bool]) -> None:
 class System:
     """A running model on an event loop of its own."""
 
-    def __init__(self, model_dir: Path, **config: Any) -> None:
+    def __init__(self, model_dir: Path | ModelGraph, **config: Any) -> None:
         self._loop = asyncio.new_event_loop()
         self._killed: set[int] = set()
         self.omni = AsyncOmni(model_dir, dtype="float32", config=config)
