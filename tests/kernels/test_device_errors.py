@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from segue.engines.diffusion.ranks import status_of
+from segue.engines.diffusion.sharing import Status
 from segue.engines.entries import as_error
 from segue.kernels.device import DeviceLost, device_lost, out_of_memory
 from segue.messages.errors import StageFailed
@@ -26,7 +26,7 @@ from segue.messages.errors import StageFailed
 )
 def test_the_device_takes_no_more_calls(error: Exception) -> None:
     assert device_lost(error)
-    for answer in (as_error, status_of):
+    for answer in (as_error, Status.of):
         with pytest.raises(DeviceLost, match="the device reported") as caught:
             answer(error)
         assert "\n" not in str(caught.value)
