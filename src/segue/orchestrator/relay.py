@@ -8,6 +8,7 @@ its result is that of the model served alone, and it recovers as such."""
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
@@ -210,8 +211,10 @@ class _Relay:
         arriving = asyncio.create_task(arrive())
         try:
             said = in_turn(passages.begun(), lambda passage: self._said(member, link, passage, next(numbers), goes_on))
-            async with aclosing(said):
-                async for delta in said:
+            form = self._request.formats.get("audio")
+            joined = in_base64(said) if form is not None and form.base64 else said
+            async with aclosing(said), aclosing(joined):
+                async for delta in joined:
                     yield delta
         finally:
             arriving.cancel()
@@ -283,3 +286,19 @@ class _Relay:
             metrics=self._metrics,
             choices=last[0].choices if last and self._needed[main].plain else [],
         )
+
+
+async def in_base64(deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
+    """Encode files that are joined into one, as one text of base64."""
+    rest, last = b"", None
+    async for delta in deltas:
+        if not isinstance(delta, EncodedDelta):
+            yield delta
+            continue
+        data = rest + delta.data
+        whole = len(data) - len(data) % 3
+        rest, last = data[whole:], delta
+        yield msgspec.structs.replace(delta, data=base64.b64encode(data[:whole]))
+    if last is not None:
+        facts = {**last.facts, "seconds": 0.0}
+        yield msgspec.structs.replace(last, data=base64.b64encode(rest), last=True, facts=facts)
