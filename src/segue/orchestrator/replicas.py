@@ -33,7 +33,7 @@ class Replica:
     prefixes: PrefixMemory = field(default_factory=PrefixMemory)
     """The prompts that this incarnation was sent."""
     chosen: int = 0
-    """Number of the choice that gave it a request last; 0: none."""
+    """Number of the choice that gave it a request last, if its stage is routed by prefix; else 0."""
     leaving: bool = False
     """It finishes what it has, before its process ends and another one starts for another stage."""
     failures: int = 0

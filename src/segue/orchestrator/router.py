@@ -63,12 +63,12 @@ class Router:
 
     def given(self, state: RequestState, replica: Replica) -> None:
         """Record that a worker got a request."""
-        replica.chosen = next(self._choices)
         routing = self._plan.stages[replica.group[0]].routing
         if "session" in routing and state.request.session:
             self._sessions.remember(_session(state, replica.group), replica.worker)
         if "prefix" in routing and len(self._replicas.of_group(replica.group)) > 1:
             replica.prefixes.remember(self._chain(state))
+            replica.chosen = next(self._choices)  # new prompts then spread over the prefix caches
 
     def _load(self, replica: Replica) -> tuple[int, int]:
         """Return (requests that wait in a worker, requests that it works on). It reports its queue now and then; what

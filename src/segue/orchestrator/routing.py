@@ -36,7 +36,7 @@ class Candidate:
     has_session: bool = False
     """It had the session's previous request."""
     chosen: int = 0
-    """Number of the choice that chose it last; 0: none."""
+    """Number of the choice that chose it last, if its stage is routed by prefix; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,8 @@ def slack_of(max_batch: int) -> int:
 
 
 def pick(routing: Iterable[str], slack: int, workers: Sequence[Candidate]) -> Candidate | None:
-    """Return the best worker by the named scores, then by load, then the one chosen longest ago; None if none is
-    left."""
+    """Return the best worker by the named scores, then by load, then the one chosen longest ago, then the
+    first; None if none is left."""
     if not workers:
         return None
     most = min(map(load, workers)) + slack
