@@ -20,10 +20,10 @@ from segue.graph.deployment.loader import load_plan
 from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import InvalidRequest, Overloaded, ShuttingDown, StageLost
 from segue.messages.wire import ToWorker
-from segue.orchestrator.move_policy import Crew, decide
-from segue.orchestrator.moves import Moves
 from segue.orchestrator.omni import AsyncOmni
-from segue.orchestrator.replicas import Replica, Replicas
+from segue.orchestrator.workers.move_policy import Crew, decide
+from segue.orchestrator.workers.moves import Moves
+from segue.orchestrator.workers.replicas import Replica, Replicas
 
 pytestmark = pytest.mark.usefixtures("toy_path")
 

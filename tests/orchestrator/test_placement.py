@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from segue.orchestrator.placement import LocalPlacement
+from segue.orchestrator.workers.placement import LocalPlacement
 
 
 def environment(*, gpus: bool = True) -> dict[str, str]:

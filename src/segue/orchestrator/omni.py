@@ -36,7 +36,7 @@ from segue.orchestrator.progress import StepBar
 from segue.orchestrator.served import Served
 from segue.orchestrator.service import Health, MovedWorker
 from segue.orchestrator.serving import check_models, preload_of, served, sources_of
-from segue.orchestrator.supervisor import OnProgress
+from segue.orchestrator.workers.supervisor import OnProgress
 
 log = logging.getLogger(__name__)
 

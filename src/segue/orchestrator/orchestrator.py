@@ -50,10 +50,10 @@ from segue.messages.wire import (
     ToOrchestrator,
 )
 from segue.orchestrator.client_queue import ClientQueue
-from segue.orchestrator.replicas import Replica
 from segue.orchestrator.request_state import RequestState, StageState, stages_to_rerun
-from segue.orchestrator.router import Router, has_media
-from segue.orchestrator.supervisor import OnProgress, Supervisor
+from segue.orchestrator.workers.replicas import Replica
+from segue.orchestrator.workers.router import Router, has_media
+from segue.orchestrator.workers.supervisor import OnProgress, Supervisor
 
 log = logging.getLogger(__name__)
 

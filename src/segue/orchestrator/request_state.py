@@ -115,7 +115,7 @@ class RequestState:
     """Outputs of the main stage whose ends have been sent to the client."""
     timer: asyncio.TimerHandle | None = None
     prefix: list[bytes] | None = None
-    """Hash chain of its prompt, once a stage is routed by it (`segue.orchestrator.affinity`)."""
+    """Hash chain of its prompt, once a stage is routed by it (`segue.orchestrator.workers.affinity`)."""
 
     @property
     def id(self) -> str:

@@ -8,8 +8,8 @@ from segue.messages.errors import ConfigError
 from segue.messages.process import ModelSource
 from segue.models.model_graph import Models
 from segue.models.shared.checkpoint.files import check_files
+from segue.orchestrator.joined.model_graph import ServedGraph
 from segue.orchestrator.model_card import card_of, check_stage_keys
-from segue.orchestrator.model_graph import ServedGraph
 from segue.orchestrator.orchestrator import Orchestrator
 from segue.orchestrator.served import Served, ServedModel
 from segue.orchestrator.tokenless import KEY, check_tokenless_plan

@@ -24,7 +24,7 @@ import msgspec
 
 import segue
 from segue.messages.errors import StageFailed
-from segue.orchestrator.placement import WORKER_ENVIRONMENT
+from segue.orchestrator.workers.placement import WORKER_ENVIRONMENT
 
 LENGTH = struct.Struct("<I")
 

@@ -50,7 +50,7 @@ from segue.bench.omni.results import (
 from segue.bench.omni.segue_driver import SegueDriver
 from segue.bench.omni.workload import Material, Workload
 from segue.models.registry import read_config
-from segue.orchestrator.placement import WORKER_ENVIRONMENT
+from segue.orchestrator.workers.placement import WORKER_ENVIRONMENT
 
 LEVEL_SPACING = 1_000_000
 """Index distance between concurrencies, so that no request repeats and no cache has seen it."""

@@ -44,7 +44,7 @@ from segue.models.shared.dialects.pieces import Parser, Piece, Said
 from segue.orchestrator.spoken.passages import Passage, Passages, in_turn
 
 if TYPE_CHECKING:
-    from segue.orchestrator.model_graph import Needs, ServedGraph
+    from segue.orchestrator.joined.model_graph import Needs, ServedGraph
 
 _UNREAD = 64
 """Deltas that may wait for the client; then the models wait."""

@@ -11,7 +11,7 @@ from itertools import count
 from segue.graph.deployment.deployment import Plan
 from segue.messages.errors import InvalidRequest, NotFound, SegueError, StageLost, error_from, nearest
 from segue.messages.wire import AdapterLoaded, LoadAdapter, ToWorker, UnloadAdapter
-from segue.orchestrator.replicas import Replica, Replicas
+from segue.orchestrator.workers.replicas import Replica, Replicas
 
 log = logging.getLogger(__name__)
 

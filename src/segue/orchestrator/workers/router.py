@@ -1,4 +1,4 @@
-"""Choose a worker for each request: `Router` describes the workers, `segue.orchestrator.routing` decides."""
+"""Choose a worker for each request: `Router` describes the workers, `segue.orchestrator.workers.routing` decides."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from itertools import count
 from segue.graph.deployment.deployment import Plan
 from segue.graph.parts import only_reads
 from segue.messages.wire import Stats
-from segue.orchestrator.affinity import Sessions, prefix_of
-from segue.orchestrator.replicas import Replica, Replicas
 from segue.orchestrator.request_state import RequestState
-from segue.orchestrator.routing import Asked, Candidate, choose, slack_of
+from segue.orchestrator.workers.affinity import Sessions, prefix_of
+from segue.orchestrator.workers.replicas import Replica, Replicas
+from segue.orchestrator.workers.routing import Asked, Candidate, choose, slack_of
 
 
 class Router:

@@ -19,9 +19,9 @@ from segue.messages.sampling import SamplingParams
 from segue.messages.wire import StageFacts
 from segue.models.model_graph import Models
 from segue.models.shared.diffusion.sizes import Sizes
+from segue.orchestrator.joined.relay import relayed
 from segue.orchestrator.open_request import OpenRequest
 from segue.orchestrator.orchestrator import Orchestrator
-from segue.orchestrator.relay import relayed
 from segue.orchestrator.served import ServedModel
 from segue.orchestrator.service import ModelCard
 

@@ -23,9 +23,9 @@ from segue.graph.deployment.stage_plan import CPU
 from segue.graph.parts import is_built_in
 from segue.messages.errors import InvalidRequest, Overloaded, SegueError, ShuttingDown, StageLost, nearest, wrong
 from segue.messages.wire import Shutdown, Stats, ToWorker
-from segue.orchestrator.move_policy import Crew, decide
-from segue.orchestrator.replicas import Replica, Replicas
 from segue.orchestrator.service import MovedWorker
+from segue.orchestrator.workers.move_policy import Crew, decide
+from segue.orchestrator.workers.replicas import Replica, Replicas
 
 log = logging.getLogger(__name__)
 

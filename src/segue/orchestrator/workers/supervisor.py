@@ -1,7 +1,7 @@
 """The supervisor starts a plan's workers, kills those that hang and replaces those that die.
 
 It knows of requests only which worker has some. When a worker dies, it notifies its owner, which recovers the requests;
-both read the state of the replicas (`segue.orchestrator.replicas`).
+both read the state of the replicas (`segue.orchestrator.workers.replicas`).
 
 `HangWatch` finds hanging workers: a worker with requests must answer pings within a limit."""
 
@@ -38,10 +38,10 @@ from segue.messages.wire import (
     decode_for_orchestrator,
     encode,
 )
-from segue.orchestrator.lora_adapters import Adapters
-from segue.orchestrator.moves import Moves
-from segue.orchestrator.placement import LocalPlacement, Placement
-from segue.orchestrator.replicas import Replica, Replicas
+from segue.orchestrator.workers.lora_adapters import Adapters
+from segue.orchestrator.workers.moves import Moves
+from segue.orchestrator.workers.placement import LocalPlacement, Placement
+from segue.orchestrator.workers.replicas import Replica, Replicas
 
 
 @dataclass(frozen=True, slots=True)

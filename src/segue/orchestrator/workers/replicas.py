@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from segue.messages.wire import StageFacts
-from segue.orchestrator.affinity import PrefixMemory
 from segue.orchestrator.service import Health, ReplicaHealth, ReplicaState, StageHealth
+from segue.orchestrator.workers.affinity import PrefixMemory
 
 
 @dataclass(slots=True)
