@@ -202,7 +202,7 @@ def test_a_mixed_load_with_cancels_leaves_nothing(server: Served, http: httpx.Cl
 def test_the_numbers_are_there_for_each_stage_and_edge(server: Served, http: httpx.Client) -> None:
     assert ids_of(http.post(CHAT, json=spoken()))
     metrics = server.until_empty()
-    stages = {"input", "encoder", "thinker", "talker", "vocoder"}
+    stages = {"input", "encoder", "thinker", "talker", "vocoder", "output"}
     for name in ("waiting", "running", "batch_size_count", "step_seconds_count", "first_output_seconds_count"):
         rows = metrics[f"segue_stage_{name}"]
         assert {dict(labels)["stage"] for labels in rows} == stages, name
@@ -214,5 +214,6 @@ def test_the_numbers_are_there_for_each_stage_and_edge(server: Served, http: htt
         "encoder->thinker",
         "thinker->talker",
         "talker->vocoder",
+        "vocoder->output",
     }
     assert all(count > 0 for labels, count in hops.items() if dict(labels)["edge"] == "talker->vocoder")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from segue.engines.contract import StageOutput, StageRequest
+from segue.graph.walk import WalkStage
 from segue.messages.deltas import ClientDelta, ImageDelta, ProgressDelta, VideoDelta
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import StageFailed
@@ -27,7 +28,12 @@ def took(books: RequestState, *deltas: ClientDelta, attempt: int = 0) -> list[Cl
 
 @pytest.fixture
 def books() -> RequestState:
-    return RequestState(Request(request_id="r"), {}, "decoder", ClientQueue(1 << 20))
+    nothing: frozenset[str] = frozenset()
+    walk = {
+        "input": WalkStage(nothing, frozenset({"decoder"}), nothing),
+        "decoder": WalkStage(frozenset({"input"}), nothing, frozenset({"image"})),
+    }
+    return RequestState(Request(request_id="r"), walk, "decoder", ClientQueue(1 << 20))
 
 
 def make_image(index: int, partial: int | None = None) -> ImageDelta:

@@ -194,6 +194,6 @@ def test_what_does_not_go_together_is_refused(directory: Path, stages: Stages) -
     with pytest.raises(ConfigError, match="layers of this model cross-attend to images") as caught:
         Run(stages, deterministic=True)
     assert caught.value.field == "deterministic"
-    with pytest.raises(InvalidRequest, match="stands for image"):
+    with pytest.raises(InvalidRequest, match="1 placeholder for image"):
         stages.input.process(Request(request_id="r", prompt="a <|image|> b"))
     assert stages.llm._decoder.model.config._attn_implementation == NAME

@@ -52,7 +52,7 @@ class CodesToFrames(ABC):
         self._pixels(torch.zeros(1, self.codes_per_frame, dtype=torch.long))
 
     def begin(self, request: StageRequest) -> tuple[_State, list[Work]]:
-        return _State(request.request_id, sorted(request.to_client)), []
+        return _State(request.request_id, sorted(request.to_client | request.encoded)), []
 
     def feed(self, state: _State, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
         """Take codes; those that are known already, from an earlier attempt, are skipped."""
