@@ -143,7 +143,8 @@ def write_wav(path: Path, pcm: bytes) -> None:
 def draw(shown: list[Shown], path: Path) -> None:
     """Draw a timeline: one panel per request, one bar per stage, lighter when the stage did less."""
     figure, panels = plt.subplots(len(shown), 1, figsize=(9, 1.5 * len(shown)), sharex=True, squeeze=False)
-    colours = dict(zip(["input", "encoder", "thinker", "talker", "vocoder"], plt.get_cmap("Set2").colors, strict=False))
+    known = ["input", "encoder", "thinker", "talker", "vocoder", "output"]
+    colours = dict(zip(known, plt.get_cmap("Set2").colors, strict=False))
     for panel, one in zip(panels[:, 0], shown, strict=True):
         stages = [stage for stage in colours if any(span["stage"] == stage for span in one.spans)]
         for span in one.spans:
