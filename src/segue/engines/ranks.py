@@ -189,7 +189,8 @@ def _apply(event: Event, engine: RankedEngine, ranks: Ranks, lora: LoraHost | No
                 # stage models parse the client's input: rank 0's fails alike, and cancels the request
                 end_where_lost(error)
                 refused = isinstance(error, SegueError)
-                log.log(logging.INFO if refused else logging.ERROR, "feed: %s: %s", type(error).__name__, error)
+                level, cause = (logging.INFO, None) if refused else (logging.ERROR, error)
+                log.log(level, "feed: %s: %s", type(error).__name__, error, exc_info=cause)
         case Cancel(request_id):
             engine.cancel(request_id)
         case Pause(request_id):

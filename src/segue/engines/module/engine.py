@@ -2,7 +2,7 @@
 
 A request is a queue of `Work` items made by its stage model. One step takes the first runnable item (lowest priority
 number, then most urgent), fills the call with the next items of the same bucket, runs it, and emits one output per
-item. Most urgent are items that are not played back and the first item of each audio stream: the oldest goes first.
+item. Items without playback and the first item of each audio stream are the most urgent, the oldest first.
 Later items of streams follow in the order in which playback reaches them, if each plays without a pause from its first
 output on. First items share calls only with first items, so that no first audio waits for later items.
 Items of one request run and are emitted in the order they were made; `Work.ordered` ones, which need the state that

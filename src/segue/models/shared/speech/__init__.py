@@ -1,7 +1,9 @@
 """Speech of stages that yield rows of codes: `code_predictor` draws the codes of a row after the first, `transfers`
 sends rows on. Streaming vocoders: `pieces` carries the state of a causal network from one piece of an utterance to the
 next, `vocoder` is the stage that cuts utterances into pieces, `code2wav` runs the layers of Qwen's vocoders (`library`)
-over pieces, `seanet` those of Mimi and its like.
+over pieces, `seanet` those of Mimi and its like; `windows` decodes pieces with the frames around them. `recordings` is
+the stage that encodes recordings.
 
-Doors: `code2wav`, `code_predictor`, `library`, `pieces`, `seanet`, `transfers`, `vocoder`.
+Doors: `code2wav`, `code_predictor`, `library`, `pieces`, `recordings`, `seanet`, `transfers`, `vocoder`,
+`windows`.
 """

@@ -19,6 +19,7 @@ from torch import Tensor
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
 from segue.messages.errors import ConfigError, StageFailed, nearest
+from segue.models.shared.speech.windows import WindowPiece, decode_windows
 from segue.models.speech.mimo_audio.config import read_codec, read_config
 from segue.models.speech.mimo_audio.loading import load_decoder
 
@@ -53,20 +54,6 @@ class Utterance:
     @property
     def frames(self) -> int:
         return self.first + len(self.codes)
-
-
-@dataclass(slots=True)
-class _Piece:
-    """One piece of an utterance, as a work item. Keeps its result, so that a repeated call computes nothing twice."""
-
-    window: Tensor
-    """[n, K]: its frames and those around it."""
-    skipped: int
-    """Frames of the window before its own."""
-    count: int
-    start: int
-    """Index of its first frame in the utterance."""
-    payload: Payload | None = None
 
 
 class Vocoder:
@@ -128,16 +115,7 @@ class Vocoder:
     @torch.inference_mode()
     def run(self, works: list[Work]) -> list[Result]:
         """Decode pieces of one shape as one batch."""
-        pieces: list[_Piece] = [work.item for work in works]
-        asked = [piece for piece in pieces if piece.payload is None]
-        if asked and asked[0].count:
-            waves = self.net(torch.stack([piece.window for piece in asked]).to(self._device)).float().cpu()
-        else:  # an utterance that ended with a piece, or without a frame
-            waves = torch.empty(len(asked), 0)
-        for piece, wave in zip(asked, waves, strict=True):
-            samples = wave[piece.skipped * self._hop : (piece.skipped + piece.count) * self._hop].clone()
-            piece.payload = {"samples": samples, "start": piece.start * self._hop, "sample_rate": self._rate}
-        return [Result(piece.payload) for piece in pieces]
+        return decode_windows(works, lambda codes: self.net(codes.to(self._device)), self._hop, self._rate)
 
     def end(self, state: Utterance) -> None:
         state.complete = True
@@ -171,7 +149,7 @@ class Vocoder:
         begin = max(state.seen - BEFORE, 0)
         window = state.codes[begin - state.first : stop - state.first]
         skipped = state.planned - begin
-        piece = _Piece(window, skipped, count, state.planned)
+        piece = WindowPiece(window, skipped, count, state.planned)
         played_at = state.planned * self._hop / self._rate
         state.planned += count
         state.pieces += 1
