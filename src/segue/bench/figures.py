@@ -20,6 +20,8 @@ from segue.bench.harness.results import read_values, result_of
 from segue.bench.hop import HopResult, hop_table
 from segue.bench.omni import report
 from segue.bench.omni.results import Result
+from segue.bench.own import OwnResult
+from segue.bench.own import markdown as own_report
 from segue.bench.text import report as text_report
 from segue.bench.text.results import TextResult
 from segue.messages.errors import ConfigError
@@ -31,10 +33,13 @@ _KINDS: dict[str, tuple[Any, Callable[[Any], str], Callable[[Any], Measured] | N
     "text": (TextResult, text_report.markdown, of_text),
     "diffusion": (DiffusionResult, diffusion_report.markdown, of_diffusion),
     "losses": (losses.LossResult, losses.markdown, None),
+    "own": (OwnResult, own_report, None),
     "hop": (HopResult, hop_table, None),
 }
 """Benchmark → type of its result, its full report, its comparisons."""
 _ORDER = tuple(_KINDS)
+_TABLES = {"own": "A video model of one's own", "hop": "Bytes between workers"}
+"""Title of the section of each benchmark whose full report is short enough for the page."""
 
 
 def read(path: Path) -> tuple[str, Any]:
@@ -57,9 +62,10 @@ def pages(root: Path) -> dict[Path, str]:
     found = [(*read(path), path) for path in sorted((root / "bench" / "results").glob("*.json"))]
     found.sort(key=lambda one: _ORDER.index(one[0]))
     measured = [(of(result), path) for kind, result, path in found if (of := _KINDS[kind][2]) is not None]
-    hops = [(result, path) for kind, result, path in found if kind == "hop"]
     sections = [_section(one, path) for one, path in measured]
-    sections += [f"### Bytes between workers\n\n`bench/results/{path.name}`. {hop_table(hop)}" for hop, path in hops]
+    for kind, result, path in found:
+        if kind in _TABLES:
+            sections.append(f"### {_TABLES[kind]}\n\n`bench/results/{path.name}`. {_KINDS[kind][1](result).strip()}")
     short = [
         f"{one.title}; {one.origin}:\n\n{comparison_table([row for row in one.comparisons if row.headline])}"
         for one, _ in measured

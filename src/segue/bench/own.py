@@ -186,8 +186,8 @@ def markdown(result: OwnResult) -> str:
         "Segue's JCT of it": lambda row: f"{row.jct_ratio.mean:.2f}×",
         "equal codes": lambda row: f"{row.equal:.0%}",
     }
-    about = [host(result.machine, result.machine.packages), *result.unfinished]
-    return page([*about, startup_table(result.startup), table_of(result.rows, columns)])
+    of_run = f"{result.finished[:10]}, commit {result.machine.commit}. {host(result.machine, result.machine.packages)}"
+    return page([of_run, *result.unfinished, startup_table(result.startup), table_of(result.rows, columns)])
 
 
 def start(bench: OwnBench) -> int:
