@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from segue.graph.deployment.deployment import Hardware
 from segue.graph.deployment.loader import load_plan
+from segue.graph.parts import Outcome
 from segue.graph.render import as_mermaid, as_text
 from segue.graph.stage_graph import StageGraph
 from segue.messages.request import Request
@@ -83,6 +84,22 @@ flowchart LR
 def test_a_graph() -> None:
     assert as_text(small()) == TEXT
     assert as_mermaid(small()) == MERMAID
+
+
+def many_tokens(request: Request, outcome: Outcome) -> bool:
+    return len(outcome.token_ids) > 3
+
+
+def test_a_loop() -> None:
+    graph = small()
+    graph.stage("tool", "module")
+    graph.edge("thinker", "tool", on=many_tokens)
+    graph.edge("tool", "thinker", when=wants_audio, most=3)
+    rows = ["thinker -> tool     on many_tokens", "tool -> thinker     wants_audio, returns at most 3x"]
+    assert "\n".join(rows) in as_text(graph)
+    drawn = as_mermaid(graph)
+    assert "    s1 -. on many_tokens .-> s3\n" in drawn
+    assert "    s3 -. wants_audio, returns at most 3x .-> s1\n" in drawn
 
 
 def test_a_tensor() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from segue.graph.parts import Outcome
 from segue.graph.stage_graph import INPUT, StageGraph
 from segue.messages.errors import ConfigError
 from segue.messages.request import Request
@@ -25,6 +26,42 @@ def cycle(g: StageGraph) -> None:
     g.edge("thinker", "talker")
     g.edge("talker", "vocoder")
     g.edge("vocoder", "talker")
+
+
+def draw(g: StageGraph) -> None:
+    g.stage("draw", "diffusion")
+    g.stage("see", "module")
+    g.edge("thinker", "draw", on=ended)
+    g.edge("draw", "see")
+
+
+def two_heads(g: StageGraph) -> None:
+    draw(g)
+    g.edge("see", "thinker", most=2)
+    g.edge("see", "draw", most=2)
+
+
+def no_loop(g: StageGraph) -> None:
+    draw(g)
+    g.edge("thinker", "see", most=2)
+
+
+def from_outside(g: StageGraph) -> None:
+    draw(g)
+    g.edge(INPUT, "draw")
+    g.edge("see", "thinker", most=2)
+
+
+def bound(most: Any) -> Callable[[StageGraph], None]:
+    def declare(g: StageGraph) -> None:
+        draw(g)
+        g.edge("see", "thinker", most=most)
+
+    return declare
+
+
+def ended(request: Request, outcome: Outcome) -> bool:
+    return outcome.finish_reason == "stop"
 
 
 def unknown_target(g: StageGraph) -> None:
@@ -90,6 +127,16 @@ def tensor(name: str = "actions", **changes: Any) -> Callable[[StageGraph], None
     ("mistake", "message"),
     [
         (cycle, "graph 'm' has a cycle: talker -> vocoder -> talker"),
+        (cycle, "talker; stages must form a DAG, but for edges that return: say with most= how often a request may"),
+        (
+            two_heads,
+            "edge 'see' -> 'draw' returns to 'draw', but 'see' -> 'thinker' to 'thinker'; all loops of a graph",
+        ),
+        (no_loop, "edge 'thinker' -> 'see' has most=2, but closes no loop: no way leads from 'see' to 'thinker'"),
+        (from_outside, "edge 'input' -> 'draw' enters the stages that are visited again after 'thinker'.*; lead it to"),
+        (draw, "stage 'see' gives nothing and leads to no stage that does"),
+        (bound(0), "edge 'see' -> 'thinker' has most=0; it must be a whole number of at least 1"),
+        (bound(True), "edge 'see' -> 'thinker' has most=True; it must be a whole number of at least 1"),
         (unknown_target, "edge 'thinker' -> 'talkr' names no stage 'talkr' of this graph; did you mean 'talker'?"),
         (same_name, "two stages called 'thinker'"),
         (called_input, "it already has a stage 'input' of its own"),
@@ -222,3 +269,22 @@ def test_conditions_have_names(when: Callable[[Request], bool] | None, name: str
     graph.edge("thinker", "talker", when=when)
     [edge] = [edge for edge in graph.edges if edge.source == "thinker"]
     assert edge.condition == name
+
+
+def test_a_loop() -> None:
+    graph = base()
+    bound(2)(graph)
+    assert graph.topological() == (INPUT, "thinker", "draw", "see")
+    assert [edge.condition for edge in graph.edges] == [None, "on ended", None, "returns at most 2x"]
+    walk = graph.walk(Request(request_id="r", modalities=["text"]))
+    assert [*walk] == [INPUT, "thinker", "draw", "see"], "what leads back to a stage that is needed is needed as well"
+    assert walk["thinker"].upstreams == {INPUT}
+    assert (walk["thinker"].on, walk["see"].returns) == ({"draw": ended}, {"thinker": 2})
+    assert [*graph.up_to("thinker").stages] == [INPUT, "thinker"]
+
+
+def test_a_loop_that_a_request_does_not_want() -> None:
+    graph = base()
+    draw(graph)
+    graph.edge("see", "thinker", most=2, when=lambda request: request.voice is not None)
+    assert [*graph.walk(Request(request_id="r", modalities=["text"]))] == [INPUT, "thinker"]

@@ -25,6 +25,7 @@ def check(graph: str, stages: Sequence[Stage], edges: Sequence[Edge], tensors: S
     _check_duplicates(graph, stages)
     _check_edges(graph, {stage.name for stage in stages}, edges)
     topological(graph, [stage.name for stage in stages], edges)  # raises if there is a cycle
+    _check_loops(graph, stages, edges)
     _check_flow(graph, stages, edges)
     main_stage(graph, stages)
 
@@ -46,14 +47,18 @@ def main_stage(graph: str, stages: Sequence[Stage]) -> str:
 
 
 def topological(graph: str, names: Sequence[str], edges: Sequence[Edge]) -> tuple[str, ...]:
-    """Sort names so that each follows its upstreams, otherwise in the given order; a cycle raises `ConfigError`."""
-    waits_for = {name: {edge.source for edge in edges if edge.target == name} for name in names}
+    """Sort names so that each follows its upstreams, otherwise in the given order. Edges with a bound return and do
+    not count; a cycle of others raises `ConfigError`."""
+    waits_for = {name: {edge.source for edge in edges if edge.target == name and edge.most is None} for name in names}
     order: list[str] = []
     while waits_for:
         ready = next((name for name, sources in waits_for.items() if sources <= set(order)), None)
         if ready is None:
             cycle = " -> ".join(_cycle(waits_for))
-            raise ConfigError(f"graph {graph!r} has a cycle: {cycle}; stages must form a DAG")
+            raise ConfigError(
+                f"graph {graph!r} has a cycle: {cycle}; stages must form a DAG, but for edges that return: say with "
+                "most= how often a request may take such an edge"
+            )
         order.append(ready)
         del waits_for[ready]
     return tuple(order)
@@ -68,6 +73,41 @@ def reachable(start: str, steps: Mapping[str, Sequence[str]]) -> frozenset[str]:
         seen.update(new)
         frontier.extend(new)
     return frozenset(seen)
+
+
+def _check_loops(graph: str, stages: Sequence[Stage], edges: Sequence[Edge]) -> None:
+    """Check the edges that return. All other edges form a DAG, so a request ends once it has taken each of these as
+    often as it may."""
+    forward = {
+        stage.name: [edge.target for edge in edges if edge.source == stage.name and edge.most is None]
+        for stage in stages
+    }
+    closing = [edge for edge in edges if edge.most is not None]
+    for edge in closing:
+        where = f"graph {graph!r}: edge {edge.source!r} -> {edge.target!r}"
+        if not isinstance(edge.most, int) or isinstance(edge.most, bool) or edge.most < 1:
+            raise ConfigError(f"{where} has most={edge.most!r}; it must be a whole number of at least 1")
+        if edge.source not in reachable(edge.target, forward):
+            raise ConfigError(
+                f"{where} has most={edge.most}, but closes no loop: no way leads from {edge.target!r} to "
+                f"{edge.source!r}; leave most= out"
+            )
+        if edge.target != closing[0].target:
+            first = closing[0]
+            raise ConfigError(
+                f"{where} returns to {edge.target!r}, but {first.source!r} -> {first.target!r} to {first.target!r}; "
+                f"all loops of a graph must return to one stage"
+            )
+    if not closing:
+        return
+    head = closing[0].target
+    again = reachable(head, forward)
+    for edge in edges:
+        if edge.source not in again and edge.target in again - {head}:
+            raise ConfigError(
+                f"graph {graph!r}: edge {edge.source!r} -> {edge.target!r} enters the stages that are visited again "
+                f"after {head!r}, and would have nothing for their later visits; lead it to {head!r} instead"
+            )
 
 
 def _check_tensor(graph: str, spec: TensorSpec, names: Sequence[str], taken: frozenset[str]) -> None:
@@ -130,9 +170,10 @@ def _check_edges(graph: str, names: set[str], edges: Sequence[Edge]) -> None:
 
 
 def _check_flow(graph: str, stages: Sequence[Stage], edges: Sequence[Edge]) -> None:
-    """Check that every stage is reachable from the request and leads to the client. Expects a DAG."""
+    """Check that every stage is reachable from the request and leads to the client. Expects a DAG, and edges that
+    return."""
     forward = {stage.name: [edge.target for edge in edges if edge.source == stage.name] for stage in stages}
-    has_upstream = {edge.target for edge in edges}
+    has_upstream = {edge.target for edge in edges if edge.most is None}
     if not any(stage.gives for stage in stages):
         raise ConfigError(f"graph {graph!r}: no stage gives anything to the client; set gives= of the last one")
     # in a DAG every unreachable stage is downstream of a stage that has no input at all

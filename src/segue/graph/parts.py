@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, MethodType
 
@@ -26,6 +26,27 @@ TOKENS = "tokens"
 """The output of every graph's input stage: the prompt as token ids. Not a model's modality, so no graph lists it."""
 
 Condition = Callable[[Request], bool]
+"""Whether an edge exists for a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a visit of a stage gave, as far as conditions on outputs may look at it."""
+
+    visit: int
+    """0 for the request's first visit of the stage."""
+    finish_reason: str = ""
+    """Of a stage that samples tokens: `stop`, `length`, …"""
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it, if the request names it."""
+    token_ids: tuple[int, ...] = ()
+    """Token ids that the visit sampled, its end token included."""
+    facts: Mapping[str, int | float | str | bool] = field(default_factory=dict)
+    """Numbers, texts and truth values at the top of the last payload of a stage without tokens, e.g. its `label`."""
+
+
+OutputCondition = Callable[[Request, Outcome], bool]
+"""Whether a request takes an edge after a visit of the stage that the edge leaves."""
 
 
 def full_name(member: str, stage: str) -> str:
@@ -41,6 +62,22 @@ def member_of(stage: str) -> str:
 def own_name(stage: str) -> str:
     """Return the name of a stage within its own model, which its family knows it by."""
     return stage.rpartition(".")[2]
+
+
+def visit_name(stage: str, visit: int) -> str:
+    """Return the name of a visit of a stage: that of visit 0 is the stage's own, that of visit 2 of `draw` is `draw@2`.
+    Whatever is kept of a request at a stage is kept by this name."""
+    return f"{stage}@{visit}" if visit else stage
+
+
+def stage_of(visit: str) -> str:
+    """Return the stage that a visit is of."""
+    return visit.partition("@")[0]
+
+
+def number_of(visit: str) -> int:
+    """Return which of its stage's visits this is, counted from 0."""
+    return int(visit.partition("@")[2] or 0)
 
 
 def is_input(stage: str) -> bool:
@@ -104,11 +141,18 @@ class Edge:
     source: str
     target: str
     when: Condition | None = None
+    on: OutputCondition | None = None
+    """It is taken only after visits of the source whose outcome satisfies this."""
+    most: int | None = None
+    """Of an edge that closes a loop: how often a request may take it. None: it closes none."""
 
     @property
     def condition(self) -> str | None:
-        """Display name of the condition."""
-        return None if self.when is None else _name_of(self.when)
+        """The conditions as displayed, with the bound of a loop."""
+        parts = [] if self.when is None else [_name_of(self.when)]
+        parts += [] if self.on is None else [f"on {_name_of(self.on)}"]
+        parts += [] if self.most is None else [f"returns at most {self.most}x"]
+        return ", ".join(parts) or None
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,8 @@ def as_text(what: Plan | StageGraph) -> str:
 
 
 def as_mermaid(what: Plan | StageGraph) -> str:
-    """Return a flowchart; conditional edges are dotted and labelled, stages that share a worker are framed."""
+    """Return a flowchart; edges that return or have a condition are dotted and labelled, stages that share a worker are
+    framed."""
     graph = what.graph if isinstance(what, Plan) else what
     groups = what.groups if isinstance(what, Plan) else tuple((name,) for name in graph.topological())
     # generated ids: a stage may be called `end`, which is a keyword of Mermaid

@@ -30,6 +30,7 @@ from segue.graph.parts import (
     Condition,
     Edge,
     Link,
+    OutputCondition,
     Stage,
     WantsFile,
     full_name,
@@ -71,14 +72,16 @@ class StageGraph:
                 fused = stage.fuse_with and full_name(member, stage.fuse_with)
                 graph._declared.append(replace(stage, name=full_name(member, stage.name), fuse_with=fused, main=False))
             graph._drawn += [
-                Edge(full_name(member, edge.source), full_name(member, edge.target), edge.when) for edge in one.edges
+                replace(edge, source=full_name(member, edge.source), target=full_name(member, edge.target))
+                for edge in one.edges
             ]
         return graph
 
     def up_to(self, stage: str) -> Self:
         """Return the part of the graph that makes the output of one stage: itself and all its upstreams."""
+        forward = [edge for edge in self.edges if edge.most is None]
         kept = checks.reachable(
-            stage, {name: [edge.source for edge in self.edges if edge.target == name] for name in self.stages}
+            stage, {name: [edge.source for edge in forward if edge.target == name] for name in self.stages}
         )
         graph = type(self)(self.name)
         graph._declared = [one for one in self._declared if one.name in {INPUT, *kept}]
@@ -127,13 +130,26 @@ class StageGraph:
         self._declared.append(stage)
         self._validated = False
 
-    def edge(self, source: str, target: str, *, when: Condition | None = None) -> None:
+    def edge(
+        self,
+        source: str,
+        target: str,
+        *,
+        when: Condition | None = None,
+        on: OutputCondition | None = None,
+        most: int | None = None,
+    ) -> None:
         """Add an edge; it exists only for requests that satisfy `when`.
+
+        `on`: the request takes the edge only after visits of the source whose outcome satisfies this; what leaves over
+        the edge waits until that is known. `most`: the edge closes a loop, which a request may take so often. After
+        each time, the target and all stages after it are visited again; a target that samples tokens goes on from the
+        sequence that it holds. All loops of a graph return to the same stage.
 
         Edges from `INPUT` are implicit; add one only to give it a condition, or for a stage that reads the request
         without taking one of its modalities.
         """
-        self._drawn.append(Edge(source, target, when))
+        self._drawn.append(Edge(source, target, when, on, most))
         self._validated = False
 
     def tensor(self, name: str, *, dtype: str, shape: Sequence[int | None], tokens: int, most: int) -> None:
@@ -235,7 +251,7 @@ class StageGraph:
         return tuple(edge.target for edge in self.edges if edge.source == name)
 
     def topological(self) -> tuple[str, ...]:
-        """Return all stages, each after its upstreams, otherwise in declared order."""
+        """Return all stages, each after its upstreams but those that return, otherwise in declared order."""
         self.validate()
         return checks.topological(self.name, list(self.stages), self.edges)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from segue.graph.parts import INPUT, OUTPUT, TOKENS, Edge, Stage, full_name
+from segue.graph.parts import INPUT, OUTPUT, TOKENS, Edge, OutputCondition, Stage, full_name
 from segue.messages.errors import InvalidRequest, nearest
 from segue.messages.request import MediaPart, Request
 
@@ -22,6 +22,10 @@ class WalkStage:
     """The requested modalities that the client gets from this stage."""
     encoded: frozenset[str] = frozenset()
     """The requested modalities that this stage gives and the client gets as files, from `OUTPUT`."""
+    on: Mapping[str, OutputCondition] = field(default_factory=dict)
+    """Stages to which an edge leads that is taken only after some outcomes → the condition."""
+    returns: Mapping[str, int] = field(default_factory=dict)
+    """Stages that are visited again after this one → how often a request may return on that edge."""
 
 
 Walk = dict[str, WalkStage]
@@ -33,8 +37,11 @@ def walk(request: Request, stages: Sequence[Stage], edges: Sequence[Edge]) -> Wa
 
     A stage can run if it is the input stage, or if an edge whose condition holds leads to it from a stage that can run;
     a stage that takes media but no text also needs its media in the request. The walk has those of them that the
-    request needs: the stages that give a requested modality, and all their upstreams; and the output stage, if the
-    request names formats. A request that asks only for `tokens` ends at the input stage.
+    request needs: the stages that give a requested modality, and all their upstreams; those on the way back to one of
+    them; and the output stage, if the request names formats. A request that asks only for `tokens` ends at the input
+    stage.
+
+    It is what a request may visit. `segue.graph.course` says what it does, from the outcomes of visits.
     """
     wanted = _wanted(request, stages)
     kinds = request.media_kinds()
@@ -42,7 +49,8 @@ def walk(request: Request, stages: Sequence[Stage], edges: Sequence[Edge]) -> Wa
     present = [edge for edge in edges if edge.when is None or edge.when(request)]
     upstreams: dict[str, frozenset[str]] = {}
     for stage in stages:
-        before = frozenset(edge.source for edge in present if edge.target == stage.name and edge.source in upstreams)
+        arriving = (edge.source for edge in present if edge.target == stage.name and edge.most is None)
+        before = frozenset(source for source in arriving if source in upstreams)
         has_media = not stage.media_only or bool(stage.takes & kinds)
         if stage.name == INPUT or (before and has_media):
             upstreams[stage.name] = before
@@ -58,19 +66,31 @@ def walk(request: Request, stages: Sequence[Stage], edges: Sequence[Edge]) -> Wa
     encoded = {stage.name: stage.gives & files for stage in stages}
     to_client = {name: (given & wanted) - files for name, given in gives.items()} | ({OUTPUT: files} if files else {})
     needed: set[str] = set()
-    for stage in reversed(stages):
-        if stage.name in upstreams and (to_client[stage.name] or encoded[stage.name] or stage.name in needed):
-            needed |= {stage.name} | upstreams[stage.name]
+    while True:
+        for stage in reversed(stages):
+            if stage.name in upstreams and (to_client[stage.name] or encoded[stage.name] or stage.name in needed):
+                needed |= {stage.name} | upstreams[stage.name]
+        closing = [edge for edge in present if edge.most is not None and edge.target in needed]
+        back = {edge.source for edge in closing if edge.source in upstreams}
+        if back <= needed:
+            break
+        needed |= back
     return {
         stage.name: WalkStage(
             upstreams=upstreams[stage.name],
             downstreams=frozenset(other for other in needed if stage.name in upstreams[other]),
             to_client=to_client[stage.name],
             encoded=encoded[stage.name],
+            on={edge.target: edge.on for edge in _leaving(stage.name, present, needed) if edge.on is not None},
+            returns={edge.target: edge.most for edge in _leaving(stage.name, present, needed) if edge.most is not None},
         )
         for stage in stages
         if stage.name in needed
     }
+
+
+def _leaving(name: str, present: Sequence[Edge], needed: set[str]) -> list[Edge]:
+    return [edge for edge in present if edge.source == name and edge.target in needed]
 
 
 def renamed(walk: Walk, member: str) -> Walk:
@@ -81,6 +101,8 @@ def renamed(walk: Walk, member: str) -> Walk:
             downstreams=frozenset(full_name(member, one) for one in stage.downstreams),
             to_client=stage.to_client,
             encoded=stage.encoded,
+            on={full_name(member, one): condition for one, condition in stage.on.items()},
+            returns={full_name(member, one): most for one, most in stage.returns.items()},
         )
         for name, stage in walk.items()
     }
