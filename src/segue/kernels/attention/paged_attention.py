@@ -9,7 +9,8 @@ supported, anything else is refused. Options that a model expresses only in its 
 spans) are invisible here: `library_attention` lets the engine's check at load compare with the model's own masks.
 Chunks come with the step, whose parts end at chunk borders (`segue.kernels.attention.paged_step`), and so do
 bidirectional spans (`Part.bidirectional`), for a model known to have them. Layers that attend to images instead of
-tokens use another step (`across`, `segue.kernels.attention.cross_attention`)."""
+tokens use another step (`across`, `segue.kernels.attention.cross_attention`), and so do rows that follow a cached
+prefix without being cached (`segue.kernels.attention.prefix_attention`)."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ from segue.kernels.attention.cross_attention import CrossStep
 from segue.kernels.attention.interface import AttentionOptions, AttentionWindow, Chunked
 from segue.kernels.attention.invariant_attention import InvariantStep, invariant_attention
 from segue.kernels.attention.paged_step import AttentionBackend, Chunk, HybridStep, PagedStep, additive
+from segue.kernels.attention.prefix_attention import PrefixStep
 from segue.kernels.attention.spans import SPAN_BYTES, Weighted, attend, attend_spans, slot_runs, together
 from segue.kernels.kv.layout import LayerShape
 from segue.kernels.kv.store import KVStore
@@ -114,8 +116,7 @@ class TorchAttention:
 
 def _in_place(store: KVStore, layer: int, form: AttentionOptions) -> bool:
     """Whether attention over views of the store supports these options on this device."""
-    shape = store.layout.shapes[layer]
-    return form.plain and store.stored is None and store.device.type == "cpu" and shape.head_dim == shape.value_dim
+    return form.plain and store.in_place(layer)
 
 
 def _before(layer: int, queries: torch.Tensor, store: KVStore, chunk: Chunk, form: AttentionOptions) -> Weighted:
@@ -286,7 +287,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    paged: PagedStep | HybridStep | InvariantStep | None = None,
+    paged: PagedStep | HybridStep | InvariantStep | PrefixStep | None = None,
     across: CrossStep | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -309,6 +310,8 @@ def paged_attention(
         raise ConfigError("paged attention takes no mask: block tables separate the sequences")
     if isinstance(paged, InvariantStep):
         return invariant_attention(layer, query[0], key[0], value[0], paged, form)[None], None
+    if isinstance(paged, PrefixStep):
+        return paged.attend(layer, query[0], key[0], value[0], form)[None], None
     step = paged.of(layer)
     backend = step.store.backend or TORCH
     return backend.attend(layer, query[0], key[0], value[0], step, form)[None], None

@@ -149,6 +149,11 @@ class KVStore:
         assert self.stored is None, "attention cannot use views of keys and values in a narrower storage dtype"
         return self._key_slots[layer], self._value_slots[layer]
 
+    def in_place(self, layer: int) -> bool:
+        """Whether attention on this device can use views of a layer's K and V (`slots`)."""
+        shape = self.layout.shapes[layer]
+        return self.stored is None and self.device.type == "cpu" and shape.head_dim == shape.value_dim
+
     def token_bytes(self, layer: int) -> int:
         """Bytes of the K and V of one token in one layer."""
         heads, key, value = self.layout.shapes[layer]
