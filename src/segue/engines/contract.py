@@ -116,6 +116,22 @@ class StageOutput:
     """The same per modality."""
 
 
+StageModel = Any
+"""A stage model of the engine's kind, e.g. an `AutoregressiveModel`."""
+
+
+@dataclass(slots=True)
+class Fused:
+    """The stages that share a worker. Each is built after those upstream of it, and may use what they have built."""
+
+    stages: frozenset[str] = frozenset()
+    """The names of all of them."""
+    models: dict[str, StageModel] = field(default_factory=dict)
+    """Stage → its stage model, once it is loaded."""
+    engines: dict[str, Engine] = field(default_factory=dict)
+    """Stage → its engine, once it is built."""
+
+
 @dataclass(slots=True)
 class LoadContext:
     """What every stage model is built from. Engine kinds whose stage models need more extend it in their contract."""
@@ -135,10 +151,10 @@ class LoadContext:
     """The deployment's own options for this stage, e.g. the vocoder's look-ahead."""
     progress: Callable[[float, str], None] = lambda fraction, what: None
     """Reports loading progress: the fraction done, and the current activity."""
+    beside: Fused = field(default_factory=Fused)
+    """The stages of its worker."""
 
 
-StageModel = Any
-"""A stage model of the engine's kind, e.g. an `AutoregressiveModel`."""
 StageModelFactory = Callable[[Any], StageModel]
 """Builds a stage model from the `LoadContext` of its engine's kind."""
 Transfer = Callable[[StageRequest, StageOutput], Payload | None]

@@ -118,6 +118,8 @@ class Stage:
     """Modalities of the response that this stage makes."""
     fuse_with: str | None = None
     """The stage to share a worker with unless the deployment says otherwise."""
+    shares_with: str | None = None
+    """The stage upstream whose weights and caches it uses: both are in one worker, whatever the deployment says."""
     main: bool = False
     divisible: bool = False
     """Whether its stage model can load one rank's part of the weights (`tensor_parallel`)."""

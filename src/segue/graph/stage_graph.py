@@ -70,7 +70,9 @@ class StageGraph:
         for member, one in members.items():
             for stage in one.stages.values():
                 fused = stage.fuse_with and full_name(member, stage.fuse_with)
-                graph._declared.append(replace(stage, name=full_name(member, stage.name), fuse_with=fused, main=False))
+                shared = stage.shares_with and full_name(member, stage.shares_with)
+                name = full_name(member, stage.name)
+                graph._declared.append(replace(stage, name=name, fuse_with=fused, shares_with=shared, main=False))
             graph._drawn += [
                 replace(edge, source=full_name(member, edge.source), target=full_name(member, edge.target))
                 for edge in one.edges
@@ -100,6 +102,7 @@ class StageGraph:
         takes: Iterable[str] = (),
         gives: Iterable[str] = (),
         fuse_with: str | None = None,
+        shares_with: str | None = None,
         main: bool = False,
         divisible: bool = False,
         without: Iterable[str] = (),
@@ -110,7 +113,8 @@ class StageGraph:
 
         `engine` names its engine kind: `autoregressive`, `diffusion`, `module`, or one of another package. `main` marks
         the stage whose end is the end of the response (by default the one that gives text, else the only one that gives
-        anything); `fuse_with` suggests a stage to share a worker with; `divisible`: one replica can be
+        anything); `fuse_with` suggests a stage to share a worker with, `shares_with` demands it, because
+        the stage uses that one's weights and caches; `divisible`: one replica can be
         several processes with a part of the weights each (`tensor_parallel`); `without`: keys of its engine that the
         deployment must not set for it; `library` names the components of a library's pipeline that run in the stage, if
         any; `tensors`: prefixes of the names of its weights in the checkpoint, the longest counts.
@@ -120,7 +124,8 @@ class StageGraph:
             engine,
             frozenset(takes),
             frozenset(gives),
-            fuse_with,
+            fuse_with or shares_with,
+            shares_with,
             main,
             divisible,
             frozenset(without),

@@ -297,10 +297,11 @@ class Worker:
 
     def on_drop(self, request_id: str) -> None:
         for name, stage in self.stages.items():
-            if visit := stage.visits.pop(request_id, None):
-                stage.engine.cancel(request_id)
-                if is_input(name):  # the orchestrator waits until the input stage is done with each request
-                    self.tell_failed(visit.begin, Cancelled("it was dropped"))
+            visit = stage.visits.pop(request_id, None)
+            stage.engine.cancel(request_id)  # a stage that is done may lend something to one that is not
+            # the orchestrator waits until the input stage is done with each request
+            if visit is not None and is_input(name):
+                self.tell_failed(visit.begin, Cancelled("it was dropped"))
         self.outbox.drop(request_id)
         for connector in self.all_connectors:
             connector.release(request_id)

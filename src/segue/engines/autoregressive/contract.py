@@ -148,6 +148,9 @@ class Then(Enum):
     """It draws until its output ends, and then holds for the next piece."""
     HOLD = "hold"
     """It draws nothing and holds for the next piece."""
+    LEND = "lend"
+    """It draws nothing, and lends its blocks to another engine until it is cancelled (`contexts`). No further piece
+    comes."""
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ import torch
 from segue.engines.autoregressive.branches import branches
 from segue.engines.autoregressive.branches.beam_group import BeamGroup
 from segue.engines.autoregressive.config import AutoregressiveConfig
-from segue.engines.autoregressive.contract import AutoregressiveModel
+from segue.engines.autoregressive.contract import AutoregressiveModel, Fed
 from segue.engines.autoregressive.grammar.grammar import Grammars, form_field
 from segue.engines.autoregressive.grammar.shared import SharedGrammars
 from segue.engines.autoregressive.sample.logprobs import check_logprobs
@@ -111,10 +111,17 @@ class AutoregressiveEngine:
         members = self._active.of(request_id)
         if not members:
             return
-        sequence = members[0]
+        try:
+            self.give(request_id, self._model.feed(members[0].state, upstream, payload, final=final))
+        except SegueError as error:
+            self._stalled = False
+            self._between.append(self._removal.fail(request_id, error))
+
+    def give(self, request_id: str, fed: Fed) -> None:
+        """Take what a chunk gave. Errors as in `feed`."""
+        sequence = self._active.of(request_id)[0]
         self._stalled = False
         try:
-            fed = self._model.feed(sequence.state, upstream, payload, final=final)
             if fed.nothing:
                 self._removal.drop(request_id)
                 self._between += [
@@ -150,6 +157,11 @@ class AutoregressiveEngine:
         """Number of chunks fed but not yet used: rows that wait for their tokens."""
         members = self._active.of(request_id)
         return members[0].backlog() if members else 0
+
+    def lent(self, request_id: str) -> list[int] | None:
+        """The blocks of a sequence that lends them (`Then.LEND`), once all of its tokens but the last are computed."""
+        job = self._active.of(request_id)[0].job
+        return job.blocks if job.holding and not job.dispatched else None
 
     def has_work(self) -> bool:
         """True if `step` would do something now."""

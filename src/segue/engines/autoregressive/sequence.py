@@ -366,7 +366,8 @@ class Sequence:
         self.job.bidirectional += tuple((start + first, start + last) for first, last in prompt.bidirectional)
         self.job.appended += length - start if start else 0
         self.shareable = self.shareable and (prompt.identity is None or bool(prompt.identity))
-        self.then, self.holds = piece.then, piece.then is Then.HOLD
+        self.then, self.holds = piece.then, piece.then in (Then.HOLD, Then.LEND)
+        self.job.lent = piece.then is Then.LEND
         if not self.holds:
             self._begin_turn()
 

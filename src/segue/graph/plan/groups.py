@@ -52,6 +52,16 @@ def groups_of(
         clash = joined_wish(group_of[name], wishes).clash(joined_wish(group_of[suggested], wishes))
         if clash is None and not any(source in members and target in members for source, target in apart):
             fuse(name, suggested)
+    for name in wishes:
+        shared = graph.stages[name].shares_with
+        if shared is not None and shared not in group_of[name]:
+            clash = joined_wish(group_of[name], wishes).clash(joined_wish(group_of[shared], wishes))
+            path = f"stages.{name}.{clash or 'fuse_with'}"
+            raise ConfigError(
+                f"stage {name!r} of {graph.name!r} uses the weights and the cache of {shared!r}, so both are in one "
+                f"worker; leave {path} out",
+                field=path,
+            )
     return tuple(dict.fromkeys(group_of.values()))
 
 

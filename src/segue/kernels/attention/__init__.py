@@ -2,5 +2,5 @@
 `paged_step` its metadata of a step, `backends` chooses the kernels, and `interface` holds the types that all share.
 
 Doors: `backends`, `calls`, `cross_attention`, `encoder_attention`, `gathered_cache`, `interface`,
-`invariant_attention`, `paged_attention`, `paged_step`, `triton_backend`.
+`invariant_attention`, `paged_attention`, `paged_step`, `prefix_attention`, `triton_backend`.
 """

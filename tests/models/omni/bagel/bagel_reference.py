@@ -7,9 +7,11 @@ of the images that are edited, in order, then that of the latents.
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -19,11 +21,14 @@ from transformers import AutoTokenizer, DynamicCache, PreTrainedTokenizerBase
 from segue.engines.contract import LoadContext
 from segue.models.omni.bagel import sizes
 from segue.models.omni.bagel.config import Config, read_config
-from segue.models.omni.bagel.flow import Guidance, guided, levels
+from segue.models.omni.bagel.decoder import Experts
+from segue.models.omni.bagel.drawing import Guidance
+from segue.models.omni.bagel.flow import guided, levels
 from segue.models.omni.bagel.loading import load_language_model, load_latent_space, load_vae, load_vision
 from segue.models.omni.bagel.vision import patches, places, unpatched
 
 GOLDEN = Path(__file__).parent / "golden"
+CASES: dict[str, dict[str, Any]] = json.loads((GOLDEN / "cases.json").read_text())
 
 
 @dataclass
@@ -174,7 +179,7 @@ class Bagel:
             position_ids=at[None],
             attention_mask=mask[None, None],
             past_key_values=sequence.cache,
-            generated=generated,
+            experts=None if generated is None else Experts.of(generated),
         )
         sequence.position = int(at[-1]) + 1
         hidden: Tensor = made.last_hidden_state[0]
@@ -192,3 +197,45 @@ def picture(width: int, height: int) -> Image.Image:
     across, down = torch.arange(width), torch.arange(height)[:, None]
     channels = [(3 * across + down) % 256, (across + 5 * down) % 256, (across * down) % 256]
     return Image.frombytes("RGB", (width, height), bytes(torch.stack(channels, -1).to(torch.uint8).flatten().tolist()))
+
+
+@dataclass
+class Done:
+    """What came of a case."""
+
+    ids: list[int]
+    """Of a reply, or of thoughts."""
+    thoughts: str = ""
+    logits: Tensor | None = None
+    """Of a reply."""
+    drawn: Drawn | None = None
+
+
+def carried_out(reference: Bagel, case: dict[str, Any], most: int) -> Done:
+    """Carry out a case (`CASES`) from an empty sequence on. `most`: tokens of a text."""
+    noise = torch.Generator().manual_seed(case.get("seed", 0))
+    whole, without_image = Sequence(), Sequence()
+    size = tuple(case.get("size", ()))
+    if case.get("think"):
+        reference.read(whole, case["think"])
+        reference.read(without_image, case["think"])
+    if "image" in case:
+        image = reference.edited(picture(*case["image"]))
+        if case["task"] == "draw":
+            reference.edit(whole, pixels(image), noise)
+        reference.see(whole, pixels(reference.seen(image)))
+        size = image.size[::-1]
+    without_text = whole.copied()
+    reference.read(whole, case["text"])
+    reference.read(without_image, case["text"])
+    if case["task"] == "answer":
+        ids, logits = reference.answer(whole, most)
+        return Done(ids, logits=logits)
+    done = Done([])
+    if case.get("think"):
+        done.ids, _ = reference.answer(whole, most)
+        done.thoughts = reference.tokenizer.decode(done.ids[1:])
+        reference.read(whole, done.thoughts)
+    guidance = Guidance(**case["guidance"])
+    done.drawn = reference.draw(whole, without_text, without_image, size, case["steps"], guidance, noise)
+    return done

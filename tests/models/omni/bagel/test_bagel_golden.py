@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from bagel_reference import GOLDEN, Bagel, Sequence, picture, pixels
+from bagel_reference import CASES, GOLDEN, Bagel, Sequence, carried_out
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from segue.models.omni.bagel import sizes
-from segue.models.omni.bagel.flow import Guidance, guided, levels
+from segue.models.omni.bagel.drawing import Guidance
+from segue.models.omni.bagel.flow import guided, levels
 from segue.models.omni.bagel.vision import patches, places, unpatched
 
 WITHIN = 2e-4
@@ -32,9 +33,6 @@ def recorded() -> dict[str, torch.Tensor]:
     return load_file(GOLDEN / "golden.safetensors")
 
 
-CASES: dict[str, dict[str, Any]] = json.loads((GOLDEN / "cases.json").read_text())
-
-
 @dataclass
 class Made:
     """What the model made of one case, and how far it is from what is recorded."""
@@ -47,33 +45,15 @@ class Made:
 def run(reference: Bagel, name: str, **changes: Any) -> Made:
     """A case, from an empty sequence on. `changes`: of its settings."""
     case = {**CASES[name], **changes}
-    noise = torch.Generator().manual_seed(case.get("seed", 0))
-    whole, without_text, without_image = Sequence(), Sequence(), Sequence()
-    size = tuple(case.get("size", ()))
-    if case.get("think"):
-        reference.read(whole, case["think"])
-        reference.read(without_image, case["think"])
-    if "image" in case:
-        image = reference.edited(picture(*case["image"]))
-        if case["task"] == "draw":
-            reference.edit(whole, pixels(image), noise)
-        reference.see(whole, pixels(reference.seen(image)))
-        size = image.size[::-1]
-    without_text = whole.copied()
-    reference.read(whole, case["text"])
-    reference.read(without_image, case["text"])
-    if case["task"] == "answer":
-        ids, logits = reference.answer(whole, MOST)
+    done = carried_out(reference, case, MOST)
+    if done.logits is not None:
         gold = recorded()[f"{name}.logits"]
-        return Made(ids, "", _apart(logits[: len(gold)], gold))
-    ids, thoughts = [], ""
-    if case.get("think"):
-        ids, _ = reference.answer(whole, MOST)
-        thoughts = reference.tokenizer.decode(ids[1:])
-        reference.read(whole, thoughts)
-    drawn = reference.draw(whole, without_text, without_image, size, case["steps"], Guidance(**case["guidance"]), noise)
+        return Made(done.ids, "", _apart(done.logits[: len(gold)], gold))
+    drawn = done.drawn
+    assert drawn is not None
     pairs = {"velocities": drawn.velocities, "latents": drawn.latents, "pixels": drawn.pixels.flatten()[::EVERY]}
-    return Made(ids, thoughts, max(_apart(ours, recorded()[f"{name}.{key}"]) for key, ours in pairs.items()))
+    apart = max(_apart(ours, recorded()[f"{name}.{key}"]) for key, ours in pairs.items())
+    return Made(done.ids, done.thoughts, apart)
 
 
 def _apart(ours: torch.Tensor, gold: torch.Tensor) -> float:
@@ -192,7 +172,7 @@ def test_the_model_is_called_once_less_than_there_are_levels() -> None:
     torch.testing.assert_close(levels(3, 1.0), torch.tensor([1.0, 0.5, 0.0]))
     assert len(recorded()["draw.velocities"]) == CASES["draw"]["steps"] - 1
     assert [Guidance().applies(level) for level in (1.0, 0.41, 0.4, 0.0)] == [True, True, False, False]
-    assert not replace(Guidance(), text=1.0).applies(0.9)
+    assert not Guidance(text=1.0).applies(0.9)
 
 
 @given(st.sampled_from(["global", "channel", "text_channel"]), st.floats(1.1, 8.0), st.integers(0, 99))

@@ -6,25 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from bagel_reference import Bagel, Sequence, picture, pixels
+from bagel_stages import TOKENS, Part, Stages, request_of, sent, stage_request
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
-from segue.engines.autoregressive.contract import AutoregressiveContext
 from segue.engines.autoregressive.engine import AutoregressiveEngine
-from segue.engines.contract import Payload, StageOutput, StageRequest
-from segue.media.parts import PYTHON_POLICY, messages_from
-from segue.messages.errors import ConfigError, InvalidRequest, SegueError
+from segue.engines.contract import Payload
+from segue.messages.diffusion import DiffusionParams
+from segue.messages.errors import ConfigError, InvalidRequest
 from segue.messages.request import ChatOptions, Request
 from segue.messages.sampling import FALLBACK, SamplingParams
-from segue.models.omni.bagel.stages import STAGE_MODELS, TRANSFERS
 from segue.models.registry import family_of, read_config
 
-TOKENS = 16
-Part = str | tuple[int, int]
-"""A text, or the size of an image."""
 CASES: dict[str, list[Part]] = {
     "text": ["What is the sea like at night?"],
     "image": [(96, 48), "What do you see here?"],
@@ -32,44 +27,6 @@ CASES: dict[str, list[Part]] = {
     "images": ["The first one:", (40, 60), "the second one:", (60, 60), "How do they differ?"],
     "last": ["Look at this", (48, 96)],
 }
-
-
-def request_of(parts: list[Part], name: str = "r", **more: Any) -> Request:
-    content = [
-        {"type": "text", "text": part}
-        if isinstance(part, str)
-        else {"type": "image", "image": np.array(picture(*part))}
-        for part in parts
-    ]
-    messages = messages_from([{"role": "user", "content": content}], PYTHON_POLICY)
-    return Request(request_id=name, messages=messages, modalities=["text"], **more)
-
-
-def stage_request(name: str, upstreams: set[str], sampling: SamplingParams = FALLBACK) -> StageRequest:
-    return StageRequest(
-        name,
-        "llm",
-        Request(request_id=name),
-        sampling,
-        seed=0,
-        upstreams=frozenset(upstreams),
-        downstreams=frozenset(),
-        to_client=frozenset(),
-    )
-
-
-def sent(source: str, target: str, payload: Payload) -> Payload:
-    made = TRANSFERS[source, target](stage_request("r", set()), StageOutput("r", payload=payload, finished=True))
-    assert made is not None
-    return made
-
-
-class Stages:
-    def __init__(self, directory: Path) -> None:
-        self.input, self.encoder, self.llm = (
-            make(AutoregressiveContext(directory, name, torch.device("cpu"), torch.float32))
-            for name, make in STAGE_MODELS.items()
-        )
 
 
 @dataclass
@@ -104,12 +61,10 @@ class Run:
     def _add(self, name: str, payload: Payload) -> None:
         upstreams = {"input", "encoder"} if payload["media"] else {"input"}
         sampling = SamplingParams(max_tokens=TOKENS).over(self.stages.llm.default_sampling).over(FALLBACK)
-        self.engine.add(stage_request(name, upstreams, sampling))
+        self.engine.add(stage_request(name, "llm", upstreams, sampling=sampling))
         self.engine.feed(name, "input", sent("input", "llm", payload), final=True)
-        if payload["media"]:
-            for work in self.stages.encoder.feed("r", "input", sent("input", "encoder", payload), final=True):
-                [result] = self.stages.encoder.run([work])
-                self.engine.feed(name, "encoder", sent("encoder", "llm", result.payload), final=work.last)
+        for source, chunk, final in self.stages.encoded(payload):
+            self.engine.feed(name, source, chunk, final=final)
 
 
 @pytest.fixture(scope="module")
@@ -201,11 +156,13 @@ def test_requests_that_are_refused(stages: Stages, request_: Request, message: s
         stages.input.process(request_)
 
 
-def test_drawing_is_refused_by_name(tiny_dir: Path) -> None:
-    config = read_config(tiny_dir)
-    graph = family_of(config, tiny_dir).graph(config)
-    with pytest.raises(SegueError, match="'image'"):
-        graph.walk(Request(request_id="r", prompt="A red boat", modalities=["image"]))
+def test_a_reply_takes_no_settings_of_an_image(stages: Stages) -> None:
+    for given, name in (
+        ({"options": {"think": True}}, "think"),
+        ({"diffusion": DiffusionParams(height=64)}, "height"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"^{name} is for images, but modalities has no image"):
+            stages.input.process(request_of(["Hello"], **given))
 
 
 def test_a_checkpoint_is_known_by_its_name_or_its_files(tiny_dir: Path, tmp_path: Path) -> None:

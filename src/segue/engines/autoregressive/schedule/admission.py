@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from segue.engines.autoregressive.cache.blocks import BlockPool, common, find_hit, visible
 from segue.engines.autoregressive.cache.states import Snapshots, keep_for, places
@@ -66,6 +67,8 @@ class Admission:
     """Blocks that running prefills, and skipped sequences, will still need: not available to others."""
     idle: list[Job]
     """Running sequences that may be preempted, the last first."""
+    stuck: list[Job] = field(default_factory=list)
+    """Running sequences that do not run in this step: those that are lent may preempt them, too, the last first."""
     admitted: list[Run] = field(default_factory=list)
     preempted: list[Job] = field(default_factory=list)
 
@@ -122,6 +125,8 @@ class Admission:
 
     def _preempt_for(self, job: Job, prefix: Prefix) -> None:
         """Preempt idle sequences until this one fits, or none is left."""
+        if job.lent:
+            self.idle, self.stuck = self.stuck + self.idle, []
         while self.idle and not self._fits(job, prefix):
             victims = self.idle.pop().together
             self.slots += sum(victim.width for victim in victims)
@@ -140,10 +145,12 @@ class Admission:
 
 
 def admit_waiting(admission: Admission, waiting: Seq[Job], accounts: Accounts | None) -> None:
-    """Admit waiting sequences by rank, or in fair shares between tenants (`accounts`)."""
+    """Admit waiting sequences by rank, or in fair shares between tenants (`accounts`); before them those that are lent,
+    whose blocks are reserved."""
     last: Job | None = None  # admitted last
     order = waiting if accounts is None else accounts.order(waiting, lambda job: job is last)
-    for job in order:
+    lent = [job for job in waiting if job.lent]
+    for job in chain(lent, (job for job in order if not job.lent)):
         if admission.full:
             return
         if not job.runnable:
@@ -191,8 +198,12 @@ def admission_of(
             if not (job.paused or job.holding)
         ),
         idle=sorted(
-            (job for job in running if (job.paused or job.holding) and job.tables), key=lambda job: job.holding
+            (job for job in running if (job.paused or job.holding) and job.tables and not job.lent),
+            key=lambda job: job.holding,
         ),
+        stuck=[
+            job for job in running if job.tables and not (job.paused or job.holding or job.lent or id(job) in planned)
+        ],
     )
 
 

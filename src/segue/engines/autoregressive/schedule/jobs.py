@@ -27,9 +27,9 @@ class Table:
 @dataclass(slots=True, eq=False)
 class Job:
     """The scheduler's view of a sequence. The engine owns `length`, `ready`, `drafts`, `hashes`, `fresh`,
-    `bidirectional`, `entire`, `paused`, `open` and `appended`; the scheduler owns `computed`, `dispatched`, `tables`,
-    `slot`, `wanted`, `held`, `drafted`, `newest`, `forked` and `running`. `parked` and `since` are set by the scheduler
-    and reset by the engine when more input arrives."""
+    `bidirectional`, `entire`, `paused`, `open`, `lent` and `appended`; the scheduler owns `computed`, `dispatched`,
+    `tables`, `slot`, `wanted`, `held`, `drafted`, `newest`, `forked` and `running`. `parked` and `since` are set by the
+    scheduler and reset by the engine when more input arrives."""
 
     key: str
     rank: Rank
@@ -68,6 +68,9 @@ class Job:
     paused: bool = False
     open: bool = False
     """It waits for more input as soon as the `ready` tokens are computed (`hold`)."""
+    lent: bool = False
+    """It lends its blocks to another engine (`contexts`, which makes sure that all lent blocks fit into the pool): it
+    is admitted first, and never preempted."""
     parked: bool = False
     """It was preempted while tokens after `ready` waited for input: it is not admitted before more input arrives."""
     since: float | None = None

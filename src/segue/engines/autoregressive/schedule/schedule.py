@@ -111,16 +111,19 @@ def _run(job: Job, tokens: int, ledger: Ledger, limits: Limits) -> Run:
 
 def _victim(running: Seq[Job], job: Job, settled: set[int]) -> Job | None:
     """Choose the sequence to preempt for `job`: one that holds for more input, else a paused one, else one of lower
-    rank, else one that waits for input."""
+    rank (any, for a sequence that is lent), else one that waits for input."""
     others = [
         other
         for other in reversed(running)
-        if other.tables and job not in other.beam_group and settled.isdisjoint(map(id, other.together))
+        if other.tables
+        and not other.lent
+        and job not in other.beam_group
+        and settled.isdisjoint(map(id, other.together))
     ]
     for kind in (
         lambda other: other.holding,
         lambda other: other.paused,
-        lambda other: other.rank > job.rank,
+        lambda other: job.lent or other.rank > job.rank,
         lambda other: not other.runnable,
     ):
         for other in others:

@@ -179,7 +179,7 @@ class Scheduler:
     def expire(self, before: float) -> None:
         """Give back the blocks of sequences that have held since a time up to `before`."""
         for job in [job for job in self.running if job.since is not None and job.since <= before]:
-            if job.holding and not job.dispatched:
+            if job.holding and not job.lent and not job.dispatched:
                 self.restart(job)
                 self.expired += 1
 

@@ -50,6 +50,10 @@ class Experts:
         """`generated`: [n] bool, true for rows of latents."""
         return cls((~generated).nonzero()[:, 0], generated.nonzero()[:, 0])
 
+    def to(self, device: torch.device) -> Experts:
+        """The same on a device."""
+        return Experts(self.understanding.to(device), self.generation.to(device))
+
 
 def routed(module: nn.Module, name: str, rows: Tensor, experts: Experts | None) -> Tensor:
     """[1, n, …] through the submodule `name` of each row's expert; None: all through the understanding expert."""
@@ -162,7 +166,7 @@ class Decoder(_Model):
         inputs_embeds: Tensor | None = None,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        generated: Tensor | None = None,
+        experts: Experts | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
@@ -170,14 +174,13 @@ class Decoder(_Model):
         """[1, n] ids or [1, n, H] rows → final hidden states [1, n, H].
 
         `position_ids`: [1, n], by default 0 to n - 1; all rows of an image have the same one. `attention_mask`:
-        [1, 1, n, keys], by default causal. `generated`: [n] bool, the rows of latents. `past_key_values`: keys and
-        values before these, to which theirs are appended."""
+        [1, 1, n, keys], by default causal. `experts`: if some rows are latents. `past_key_values`: keys and values
+        before these, to which theirs are appended."""
         rows = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if position_ids is None:
             position_ids = torch.arange(rows.shape[1], device=rows.device)[None]
         mask = create_causal_mask(self.config, rows, attention_mask, past_key_values=past_key_values)
         rotary = self.rotary_emb(rows, position_ids)
-        experts = None if generated is None else Experts.of(generated)
         for layer in self.layers:
             rows = layer(rows, rotary, mask, experts, past_key_values, **kwargs)
         return BaseModelOutput(last_hidden_state=routed(self, "norm", rows, experts))

@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from segue.models.family import Family
+from segue.models.omni.bagel.config import read_config
+from segue.models.omni.bagel.drawing import OPTIONS, sizes_of
 from segue.models.omni.bagel.graph import graph
+from segue.models.shared.diffusion.sizes import Sizes
 
 _FILES = ("llm_config.json", "vit_config.json", "ema.safetensors")
 
@@ -16,12 +19,19 @@ def claims(config: dict[str, Any], model_dir: Path) -> bool:
     return not config.get("architectures") and all((model_dir / name).is_file() for name in _FILES)
 
 
+def sizes(config: dict[str, Any], model_dir: Path) -> Sizes:
+    """The sizes that can be drawn. Raises `ConfigError`."""
+    return sizes_of(read_config(model_dir))
+
+
 FAMILY = Family(
     name="bagel",
     architectures=frozenset({"BagelForConditionalGeneration"}),
     claims=claims,
     graph=graph,
     stages_module="segue.models.omni.bagel.stages",
+    sizes=sizes,
+    options=OPTIONS,
     stage_keys=frozenset({"quantization"}),
     tiny_module="segue.models.omni.bagel.tiny.presets",
     tiny_names=("bagel",),

@@ -5,13 +5,11 @@ n tokens of latents, P numbers in a token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-Renorm = Literal["global", "channel", "text_channel"]
+from segue.models.omni.bagel.drawing import Guidance
+
 _TINY = 1e-8
 
 
@@ -20,27 +18,6 @@ def levels(count: int, shift: float = 3.0) -> Tensor:
     the last: count - 1 times."""
     even = torch.linspace(1, 0, count)
     return shift * even / (1 + (shift - 1) * even)
-
-
-@dataclass(frozen=True, slots=True)
-class Guidance:
-    """How far a velocity is pushed away from those without the prompt (`text`) and without the images (`image`)."""
-
-    text: float = 4.0
-    """1 or less: no guidance, by images neither."""
-    image: float = 1.5
-    above: float = 0.4
-    """Noise levels in (above, upto] are guided."""
-    upto: float = 1.0
-    renorm: Renorm = "global"
-    """Guided velocities are scaled down to the norm of the unguided: over all numbers of the request, over those of
-    each token, or over those of each token after guidance by text only."""
-    least: float = 0.0
-    """Least factor of this scaling."""
-
-    def applies(self, level: float) -> bool:
-        """Whether a step at this noise level is guided."""
-        return self.text > 1.0 and self.above < level <= self.upto
 
 
 def guided(velocity: Tensor, without_text: Tensor, without_image: Tensor | None, guidance: Guidance) -> Tensor:

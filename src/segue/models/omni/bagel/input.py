@@ -1,14 +1,15 @@
-"""The input stage: a request → prompt ids, positions and patches of images. `stages` documents the payload.
+"""The input stage: a request → passages of text and images. `stages` documents the payloads.
 
-Each text and each image of the messages is a passage between two marks, in order; the reply is one more passage, whose
-first mark ends the prompt. The model knows no roles. Text takes a position per token, an image takes one.
+Each text and each image of the messages is a passage, in order (`passages`). A reply is one more passage, whose first
+mark ends the prompt. The model knows no roles.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
+import msgspec
 import torch
 from PIL import Image
 
@@ -17,10 +18,14 @@ from segue.engines.module.contract import Work
 from segue.graph.parts import TOKENS
 from segue.media.image import decode_image
 from segue.media.limits import MediaLimits
+from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.messages.request import ChatOptions, MediaPart, Message, Request, TextPart
 from segue.models.omni.bagel import sizes
 from segue.models.omni.bagel.config import read_config
+from segue.models.omni.bagel.drawing import OPTIONS, OutputLimits, drawing_of
+from segue.models.omni.bagel.graph import draws
+from segue.models.omni.bagel.passages import MARKS, Marks, Passages
 from segue.models.omni.bagel.vision import patches
 from segue.models.shared.input_stage import InputStage
 from segue.models.shared.text.prompt import (
@@ -35,31 +40,13 @@ from segue.models.shared.text.prompt import (
 )
 from segue.models.shared.text.tokenizer import load_tokenizer
 
-BEGIN, END = "<|im_start|>", "<|im_end|>"
-_MARKS = (BEGIN, END, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 _TEXT_STAGE = "llm"
-
-
-@dataclass(slots=True)
-class _Passages:
-    """The passages of a prompt so far."""
-
-    ids: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    media: list[Payload] = field(default_factory=list)
-    next: int = 0
-    """The position of what comes next."""
-
-    def text(self, ids: list[int]) -> None:
-        self.ids += ids
-        self.positions += range(self.next, self.next + len(ids))
-        self.next += len(ids)
-
-    def image(self, ids: list[int], image: Payload) -> None:
-        self.media.append({**image, "span": (len(self.ids), len(self.ids) + len(ids))})
-        self.ids += ids
-        self.positions += [self.next] * len(ids)
-        self.next += 1
+THINK = (
+    "You should first think about the planning process in the mind and then generate the image. \n"
+    "The planning process is enclosed within <think> </think> tags, i.e. <think> planning process here </think> "
+    "image here"
+)
+"""The text with which the published model was asked to think, unless the request has a system message."""
 
 
 class InputProcessor(InputStage):
@@ -74,11 +61,14 @@ class InputProcessor(InputStage):
         longest = self._config.llm.max_position_embeddings
         self._longest = min(ctx.max_model_len or longest, longest)
         self._limits = MediaLimits.from_options(ctx.options.get("limits", {}))
+        self._outputs = OutputLimits.of(ctx.options)
         self.budget = self._limits.budget
         self._tokenizer = load_tokenizer(ctx.model_dir)
-        self._ids = {} if self._tokenizer is None else self._tokenizer.get_vocab()
-        if missing := [mark for mark in _MARKS if self._tokenizer is not None and mark not in self._ids]:
-            raise ConfigError(f"{ctx.model_dir}: its tokenizer has no token {missing[0]!r}", field="model")
+        if self._tokenizer is not None:
+            ids = self._tokenizer.get_vocab()
+            if missing := [mark for mark in MARKS if mark not in ids]:
+                raise ConfigError(f"{ctx.model_dir}: its tokenizer has no token {missing[0]!r}", field="model")
+            self._marks = Marks(*(ids[mark] for mark in MARKS))
 
     def begin(self, request: StageRequest) -> tuple[None, list[Work]]:
         # one bucket per request: no request waits until the images of another are decoded
@@ -87,32 +77,89 @@ class InputProcessor(InputStage):
     @torch.inference_mode()
     def process(self, request: Request) -> Payload:
         """The payload of one request. Raises `InvalidRequest` with the field, its value and the accepted values."""
-        prompt = _Passages()
+        return self._for_image(request) if draws(request) else self._for_reply(request)
+
+    def _for_reply(self, request: Request) -> Payload:
+        _check_draws_nothing(request)
+        prompt, media = Passages(), list[Payload]()
         form = given_as(request)
         match form:
             case "messages":
-                self._read(request.messages, request, prompt)
+                for passage in self._read(request.messages, request):
+                    if isinstance(passage, list):
+                        prompt.text(passage)
+                    else:
+                        media.append(self._seen(self._edited(passage)))
+                        prompt.image(self._marks, len(media[-1]["patches"]), len(media) - 1)
+                prompt.text([self._marks.begin])
             case "prompt":
                 prompt.text(tokenized(self._tokenizer, request, self._longest, _TEXT_STAGE))
             case _:
                 prompt.text(checked_ids(request.prompt_token_ids or [], self._config.llm.vocab_size))
-        kept = truncated(prompt.ids, request, _TEXT_STAGE, self._longest, media=bool(prompt.media))
+        kept = truncated(prompt.ids, request, _TEXT_STAGE, self._longest, media=bool(media))
         if len(kept) < len(prompt.ids):
-            prompt = _Passages()
+            prompt = Passages()
             prompt.text(kept)
-        if not own_tokens_only(request):
-            seen = sum(stop - start for start, stop in (image["span"] for image in prompt.media))
-            check_length(len(prompt.ids), self._longest, form, f" ({seen} of them image)" if seen else "")
+        self._check_length(request, prompt, form)
         return {
             "token_ids": torch.tensor(prompt.ids, dtype=torch.long),
             "positions": torch.tensor([prompt.positions], dtype=torch.long),
             "position_delta": prompt.next - len(prompt.ids),
-            "media": prompt.media,
-            **(client_tokens(prompt.ids, self._tokenizer) if TOKENS in request.modalities else {}),
+            "media": [
+                {**image, "span": (block.start, block.stop)} for image, block in zip(media, prompt.blocks, strict=True)
+            ],
+            **self._tokens(request, prompt),
         }
 
-    def _read(self, messages: list[Message], request: Request, prompt: _Passages) -> None:
-        """The passages of a conversation, and the mark that begins the reply."""
+    def _for_image(self, request: Request) -> Payload:
+        form = given_as(request, media=True)
+        if form == "prompt_token_ids":
+            raise InvalidRequest("an image is drawn from text; send messages or a prompt", field="prompt_token_ids")
+        messages = request.messages
+        if form == "prompt":
+            asked = Message("user", [TextPart(request.prompt or "")])
+            messages = [*messages, asked]
+        images: list[Image.Image] = []
+        passages: list[list[int] | int] = []
+        for passage in self._read(messages, request):
+            if isinstance(passage, list):
+                passages.append(passage)
+            else:
+                passages.append(len(images))
+                images.append(self._edited(passage))
+        if not passages:
+            raise InvalidRequest("messages have neither text nor images: say what to draw", field="messages")
+        drawing = drawing_of(request, self._config, self._outputs, [(one.height, one.width) for one in images])
+        if drawing.think and not any(message.role == "system" for message in messages):
+            passages.insert(0, self._text(THINK))
+        media = [{**self._seen(image), **_exact(image)} for image in images]
+        whole = Passages()
+        for one in passages:
+            if isinstance(one, list):
+                whole.text(one)
+            else:
+                size, image = self._config.token_pixels, images[one]
+                whole.image(self._marks, (image.width // size) * (image.height // size), one, latent=True)
+                whole.image(self._marks, len(media[one]["patches"]), one)
+        self._check_length(request, whole, form)
+        return {
+            "passages": passages,
+            "media": media,
+            "drawing": msgspec.to_builtins(drawing),
+            **self._tokens(request, whole),
+        }
+
+    def _tokens(self, request: Request, prompt: Passages) -> Payload:
+        """The prompt's tokens, if the client wants them."""
+        return client_tokens(prompt.ids, self._tokenizer) if TOKENS in request.modalities else {}
+
+    def _check_length(self, request: Request, prompt: Passages, form: str) -> None:
+        if not own_tokens_only(request):
+            seen = sum(block.stop - block.start for block in prompt.blocks)
+            check_length(len(prompt.ids), self._longest, form, f" ({seen} of them image)" if seen else "")
+
+    def _read(self, messages: list[Message], request: Request) -> Iterator[list[int] | MediaPart]:
+        """The texts of a conversation as ids with their marks, and its images, in order."""
         if self._tokenizer is None:
             raise InvalidRequest(
                 "this checkpoint has no tokenizer; send prompt_token_ids in place of messages", field="messages"
@@ -120,35 +167,66 @@ class InputProcessor(InputStage):
         _check_chat(messages, request.chat)
         images = sum(isinstance(part, MediaPart) for message in messages for part in message.content)
         self._limits.check_items(images, "messages")
-        begin, end, before, behind, pad = (self._ids[mark] for mark in _MARKS)
         for number, message in enumerate(messages):
             for index, part in enumerate(message.content):
                 place = part.field or f"messages[{number}].content[{index}]"
                 if isinstance(part, TextPart):
                     check_text(part.text, self._tokenizer, request, self._longest, _TEXT_STAGE, place)
-                    # special tokens in a text are text
-                    ids = self._tokenizer(part.text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-                    prompt.text([begin, *ids, end])
-                elif part.kind != "image":
-                    raise InvalidRequest(f"{place} is {part.kind}; this model takes text and images", field=place)
+                    yield self._text(part.text)
+                elif part.kind != "image" or part.role:
+                    raise InvalidRequest(
+                        f"{place} is {part.role or part.kind}; this model takes text and images", field=place
+                    )
                 else:
-                    image = self._image(part)
-                    prompt.image([before, *([pad] * len(image["patches"])), behind], image)
-        prompt.text([begin])
+                    yield part
 
-    def _image(self, part: MediaPart) -> Payload:
-        """An image at the size at which the model sees it. As published, it is first scaled as one that is edited."""
-        pixels = Image.fromarray(decode_image(part, self._limits))
-        for limits in (sizes.edited(self._config), sizes.seen(self._config)):
-            pixels = pixels.resize(sizes.scaled(*pixels.size, limits), Image.Resampling.BICUBIC)
-        raw, size = pixels.tobytes(), self._config.vit.patch_size
-        values = torch.frombuffer(bytearray(raw), dtype=torch.uint8).reshape(pixels.height, pixels.width, 3)
+    def _text(self, text: str) -> list[int]:
+        """The ids of a text with its marks. Special tokens in it are text."""
+        assert self._tokenizer is not None
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return [self._marks.begin, *ids, self._marks.end]
+
+    def _edited(self, part: MediaPart) -> Image.Image:
+        """An image at the size at which it is edited. As published, one that is only looked at is scaled to it, too."""
+        image = Image.fromarray(decode_image(part, self._limits))
+        return image.resize(sizes.scaled(*image.size, sizes.edited(self._config)), Image.Resampling.BICUBIC)
+
+    def _seen(self, image: Image.Image) -> Payload:
+        """An image of `_edited` as the vision tower sees it."""
+        image = image.resize(sizes.scaled(*image.size, sizes.seen(self._config)), Image.Resampling.BICUBIC)
+        size = self._config.vit.patch_size
         return {
             "kind": "image",
-            "hash": hashlib.blake2b(repr(pixels.size).encode() + raw, digest_size=32).digest(),
-            "patches": patches(values.permute(2, 0, 1) / 127.5 - 1, size),
-            "grid": (pixels.height // size, pixels.width // size),
+            "hash": _hash(image),
+            "patches": patches(_pixels(image), size),
+            "grid": (image.height // size, image.width // size),
         }
+
+
+def _exact(image: Image.Image) -> Payload:
+    """An image of `_edited` as the VAE sees it."""
+    return {"pixels": _pixels(image), "latents_hash": _hash(image)}
+
+
+def _pixels(image: Image.Image) -> torch.Tensor:
+    """[3, height, width] float32 in [-1, 1]."""
+    values = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).reshape(image.height, image.width, 3)
+    return values.permute(2, 0, 1) / 127.5 - 1
+
+
+def _hash(image: Image.Image) -> bytes:
+    return hashlib.blake2b(repr(image.size).encode() + image.tobytes(), digest_size=32).digest()
+
+
+def _check_draws_nothing(request: Request) -> None:
+    """Raise `InvalidRequest` for settings of an image in a request for a text."""
+    given = [name for name in request.options if name in OPTIONS]
+    asked, unset = request.diffusion or DiffusionParams(), DiffusionParams()
+    names = (name for name in DiffusionParams.__struct_fields__ if name != "progress")  # Python's progress bar
+    given += [name for name in names if getattr(asked, name) != getattr(unset, name)]
+    if given:
+        name = given[0]
+        raise InvalidRequest(f"{name} is for images, but modalities has no image", field=name)
 
 
 def _check_chat(messages: list[Message], chat: ChatOptions) -> None:

@@ -45,10 +45,11 @@ class LatentSpace(nn.Module):
         self.latent_pos_embed = PositionTable(config.latent_side, hidden)
         self.llm2vae = nn.Linear(hidden, config.token_channels)
 
-    def rows(self, tokens: Tensor, at: Tensor, level: Tensor) -> Tensor:
+    def rows(self, tokens: Tensor, at: Tensor, level: Tensor, image: Tensor | None = None) -> Tensor:
         """[n, P] → [n, H]. `at`: their places [n]; `level`: the noise level [], 0 for the latents of an image that is
-        given, 1 for pure noise."""
-        out: Tensor = self.vae2llm(tokens) + self.time_embedder(level) + self.latent_pos_embed(at)
+        given, 1 for pure noise; or that of each image, with the `image` of each token [n]."""
+        time = self.time_embedder(level)
+        out: Tensor = self.vae2llm(tokens) + (time if image is None else time[image]) + self.latent_pos_embed(at)
         return out
 
     def velocity(self, hidden: Tensor) -> Tensor:

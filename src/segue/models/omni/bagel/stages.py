@@ -1,8 +1,8 @@
 """The torch half of the family: the stage model of each stage, and the transfer of each edge.
 
-T prompt tokens, n patches of an image, H hidden size.
+T prompt tokens, n patches of an image, H hidden size, C channels of the VAE's latents.
 
-**input** returns for one request one payload, final::
+**input** returns for one request one payload, final. For a reply::
 
     {
       "token_ids": LongTensor [T],       # <|image_pad|> for each patch
@@ -13,11 +13,24 @@ T prompt tokens, n patches of an image, H hidden size.
                  "patches": [n, 3 · size²] float32 in [-1, 1], "grid": (int, int)}],  # down, across
     }
 
+For an image::
+
+    {
+      "passages": [[int, …] | int, …],   # in order: token ids of a text with its marks; the number of an image
+      "media": [{"kind", "hash", "patches", "grid",
+                 "pixels": [3, h, w] float32 in [-1, 1], "latents_hash": bytes}],  # as the VAE sees it
+      "drawing": {…},                    # `drawing.Drawing` as plain values
+    }
+
 and `"tokens"` (`segue.models.shared.text.prompt.client_tokens`) if the client requested them: the worker removes this
 entry.
 
-**input → encoder** (`images`): the media without `span`. **input → llm** (`prompt_facts`): the payload without patches.
-**encoder → llm** (`whole`): one chunk per image, in order: `{"media": [{"hash": bytes, "rows": [n, H]}]}`.
+**input → encoder** (`images`): the patches. **input → vae_encoder** (`edited`): the pixels. **input → llm**
+(`prompt_facts`): the rest. **input → denoiser**: the settings. **encoder → llm** (`whole`): one chunk per image, in
+order: `{"media": [{"hash": bytes, "rows": [n, H]}]}`. **vae_encoder → llm** (`whole`): `{"images": [{"mean", "std"}]}`,
+[C, h, w] each. **llm → denoiser** (`whole`): `{"views": [[sequence, length, position], …]}`, final: the contexts
+(`reading`), whose blocks the denoiser asks of the engine. **denoiser → decoder** (`whole`): as in
+`segue.models.shared.diffusion.transfers`.
 """
 
 from __future__ import annotations
@@ -26,9 +39,12 @@ from collections.abc import Callable
 from typing import Any
 
 from segue.engines.contract import Payload, StageOutput, StageRequest, Transfer
+from segue.models.omni.bagel.denoiser import ImageDenoiser
 from segue.models.omni.bagel.encoder import Encoder
 from segue.models.omni.bagel.input import InputProcessor
 from segue.models.omni.bagel.llm import LLM
+from segue.models.omni.bagel.vae import LatentDecoder, LatentEncoder
+from segue.models.shared.diffusion.transfers import picked
 from segue.models.shared.transfers import whole
 
 
@@ -39,20 +55,40 @@ def images(request: StageRequest, output: StageOutput) -> Payload | None:
     return {"media": [_only(image, "hash", "patches", "grid") for image in output.payload["media"]]}
 
 
-def prompt_facts(request: StageRequest, output: StageOutput) -> Payload | None:
-    """input → llm: everything except the patches."""
+def edited(request: StageRequest, output: StageOutput) -> Payload | None:
+    """input → vae_encoder: the pixels."""
     if output.payload is None:
         return None
-    return {**output.payload, "media": [_only(image, "hash", "span") for image in output.payload["media"]]}
+    return {"images": [image["pixels"] for image in output.payload["media"]]}
+
+
+def prompt_facts(request: StageRequest, output: StageOutput) -> Payload | None:
+    """input → llm: everything except patches and pixels."""
+    if output.payload is None:
+        return None
+    media = [_only(image, "hash", "span", "latents_hash") for image in output.payload["media"]]
+    return {**output.payload, "media": media}
 
 
 def _only(image: Payload, *keys: str) -> Payload:
-    return {key: image[key] for key in keys}
+    return {key: image[key] for key in keys if key in image}
 
 
-STAGE_MODELS: dict[str, Callable[..., Any]] = {"input": InputProcessor, "encoder": Encoder, "llm": LLM}
+STAGE_MODELS: dict[str, Callable[..., Any]] = {
+    "input": InputProcessor,
+    "encoder": Encoder,
+    "vae_encoder": LatentEncoder,
+    "llm": LLM,
+    "denoiser": ImageDenoiser,
+    "decoder": LatentDecoder,
+}
 TRANSFERS: dict[tuple[str, str], Transfer] = {
     ("input", "encoder"): images,
+    ("input", "vae_encoder"): edited,
     ("input", "llm"): prompt_facts,
+    ("input", "denoiser"): picked("drawing"),
     ("encoder", "llm"): whole,
+    ("vae_encoder", "llm"): whole,
+    ("llm", "denoiser"): whole,
+    ("denoiser", "decoder"): whole,
 }

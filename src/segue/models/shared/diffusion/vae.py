@@ -231,7 +231,11 @@ class KLEncoder(ImageEncoder):
 
     def __init__(self, ctx: LoadContext) -> None:
         super().__init__(ctx)
-        self.vae = load_component(ctx, "vae")
+        self.vae = self.load(ctx)
+
+    def load(self, ctx: LoadContext) -> Any:
+        """Load the network: the library's."""
+        return load_component(ctx, "vae")
 
     def encode_alike(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
         config = self.vae.config

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
+from segue.engines.autoregressive.contexts.contract import ReadsContexts
+from segue.engines.autoregressive.contexts.engine import ContextEngine
 from segue.engines.autoregressive.contract import AutoregressiveContext, AutoregressiveModel
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.grammar.grammar import Grammars
@@ -57,7 +59,8 @@ def _build(plan: AutoregressivePlan, model: StageModel, context: AutoregressiveC
             else drafter.speculation(plan.speculation, num_blocks)
         )
     grammars = Grammars.of(model, host.wake, host.home)
-    return AutoregressiveEngine(model, config, grammars, speculation, ranks=host.ranks)
+    engine = AutoregressiveEngine(model, config, grammars, speculation, ranks=host.ranks)
+    return ContextEngine(engine, model) if isinstance(model, ReadsContexts) else engine
 
 
 def _config(

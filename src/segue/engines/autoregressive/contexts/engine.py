@@ -1,0 +1,263 @@
+"""Contexts: what a request has read, lent to another engine of the worker that attends to it.
+
+    chunks ──▶ thoughts, if any ──▶ contexts are prefilled and held ──▶ the last output: their views
+                (a reply)                    │                                       │
+                                       their blocks ◀── read in each step ── the other engine (a denoiser)
+                                             │                                       │ it is done with the request
+                                           freed ◀─────────── release ◀──────────────╯
+
+A `View` is the beginning of a sequence. Contexts that begin alike are views of one sequence, so they share its blocks;
+no block is copied. The other engine reads the blocks (`blocks`) and never writes them.
+
+**Lent blocks stay.** A denoiser takes its next step from the same keys and values, so a sequence that lends its blocks
+(`Then.LEND`) is not preempted. For this to be safe, a request begins to read only if the sequences of all requests that
+read or lend fit into the pool together; until then it waits here, first come, first served, and behind older requests
+that wait in the engine. So every request that began to read gets its blocks: from free ones, or from sequences that
+lend nothing, which are preempted and recomputed.
+
+**Recovery.** Thoughts are journalled and resumed like any reply. Contexts are prefilled again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from segue.engines.autoregressive.contexts.contract import Contexts, Reading, ReadsContexts, View
+from segue.engines.autoregressive.contract import Fed, Then
+from segue.engines.autoregressive.engine import AutoregressiveEngine
+from segue.engines.contract import Payload, StageOutput, StageRequest
+from segue.kernels.kv.store import KVStore
+from segue.messages.errors import InvalidRequest, SegueError, TooLong
+from segue.messages.sampling import FALLBACK
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One request from `add` until its blocks are released."""
+
+    request: StageRequest
+    reading: Reading
+    thoughts: list[int] = field(default_factory=list)
+    end: StageOutput | None = None
+    """The last output of its thoughts: they have ended."""
+    contexts: Contexts | None = None
+    """Set when it waits to read, reads, or lends."""
+    need: int = 0
+    """Blocks of its sequences."""
+    keys: list[str] = field(default_factory=list)
+    """The engine's requests for its sequences, once it reads."""
+    counts: dict[str, Any] = field(default_factory=dict)
+    """Fields of its output that count what was read, if it has no thoughts."""
+    lends: bool = False
+
+
+class ContextEngine:
+    """`segue.engines.contract.Engine` and `LendsContexts` around an `AutoregressiveEngine`: serves its requests, and
+    those that read contexts."""
+
+    def __init__(self, engine: AutoregressiveEngine, model: ReadsContexts) -> None:
+        self._engine = engine
+        self._model = model
+        self._entries: dict[str, _Entry] = {}
+        """In order of arrival."""
+        self._owner: dict[str, str] = {}
+        """Request of the engine → the request that it is a sequence of."""
+        self._failed: list[StageOutput] = []
+        self.audit = engine.audit
+        self.warm_up = engine.warm_up
+
+    # --- for the engine that reads the contexts ----------------------------------------------------------------------
+
+    @property
+    def store(self) -> KVStore:
+        """Keys and values."""
+        return self._engine.resources.store
+
+    def blocks(self, request_id: str, view: View) -> Sequence[int]:
+        """The blocks of a view. Raises `KeyError` if the request lends nothing (any more)."""
+        entry = self._entries[request_id]
+        if not view.length:
+            return ()
+        blocks = self._engine.lent(entry.keys[view.sequence])
+        assert blocks is not None, "lent blocks were taken"
+        return blocks[: -(-view.length // self.store.block_size)]
+
+    def release(self, request_id: str) -> None:
+        """Free the blocks of a request; also if it has not read all. Unknown ids are ignored."""
+        entry = self._entries.pop(request_id, None)
+        for key in entry.keys if entry is not None else ():
+            self._owner.pop(key)
+            self._engine.cancel(key)
+
+    # --- the contract of an engine -----------------------------------------------------------------------------------
+
+    def add(self, request: StageRequest) -> None:
+        """Raises `InvalidRequest` if the stage model rejects it or its id is in use."""
+        reading = self._model.reading(request)
+        if reading is None:
+            self._engine.add(request)
+            return
+        if request.request_id in self._entries:
+            raise InvalidRequest(f"request {request.request_id!r} is running already", field="request_id")
+        self._entries[request.request_id] = _Entry(request, reading)
+
+    def feed(self, request_id: str, upstream: str, payload: Payload, *, final: bool) -> None:
+        entry = self._entries.get(request_id)
+        if entry is None:
+            self._engine.feed(request_id, upstream, payload, final=final)
+            return
+        try:
+            if entry.reading.feed(upstream, payload, final=final):
+                self._begin(entry)
+        except SegueError as error:
+            self._fail(request_id, error)
+
+    def cancel(self, request_id: str) -> None:
+        self.release(request_id)
+        self._engine.cancel(request_id)
+        self._failed = [output for output in self._failed if output.request_id != request_id]
+
+    def pause(self, request_id: str) -> None:
+        self._engine.pause(request_id)
+
+    def resume(self, request_id: str) -> None:
+        self._engine.resume(request_id)
+
+    def backlog(self, request_id: str) -> int:
+        return 0 if request_id in self._entries else self._engine.backlog(request_id)
+
+    def has_work(self) -> bool:
+        return bool(self._failed) or self._engine.has_work() or self._next() is not None
+
+    def step(self) -> list[StageOutput]:
+        """Let waiting requests begin to read, run the engine's step, and return views that are complete."""
+        while (entry := self._next()) is not None:
+            self._read(entry)
+        outputs = [kept for output in self._engine.step() if (kept := self._taken(output)) is not None]
+        outputs += [self._lent(entry) for entry in self._entries.values() if self._complete(entry)]
+        failed, self._failed = self._failed, []
+        return failed + outputs
+
+    def stats(self) -> dict[str, float]:
+        """As the engine's, and requests that read or lend."""
+        return {
+            **self._engine.stats(),
+            "contexts_waiting": sum(not entry.keys for entry in self._entries.values()),
+            "contexts_lent": sum(entry.lends for entry in self._entries.values()),
+        }
+
+    # --- a request that reads ----------------------------------------------------------------------------------------
+
+    def _begin(self, entry: _Entry) -> None:
+        """All input has arrived: think, or wait to read."""
+        prompt = entry.reading.thoughts()
+        if prompt is None:
+            self._plan(entry)
+            return
+        self._engine.add(entry.request)
+        self._engine.give(entry.request.request_id, Fed(prompt=prompt))
+
+    def _plan(self, entry: _Entry) -> None:
+        """Determine what it reads. Raises `TooLong` if that does not fit into the cache."""
+        limits, total = self._engine.resources.scheduler.limits, self._engine.resources.pool.total
+        entry.contexts = entry.reading.contexts(entry.thoughts)
+        lengths = [len(prompt.token_ids) for prompt in entry.contexts.prompts]
+        entry.need = sum(map(limits.need, lengths))
+        if entry.need > total:
+            raise TooLong(
+                f"the contexts of an image have {sum(lengths)} tokens in all, more than the {total} blocks of "
+                f"{limits.block_size} tokens of stage {entry.request.stage!r} hold",
+                field="messages",
+            )
+
+    def _next(self) -> _Entry | None:
+        """The oldest request that waits to read, if it can begin."""
+        entry = next((one for one in self._entries.values() if one.contexts is not None and not one.keys), None)
+        if entry is None:
+            return None
+        taken = sum(one.need for one in self._entries.values() if one.keys)
+        if taken + entry.need > self._engine.resources.pool.total:
+            return None
+        waiting = (job for job in self._engine.resources.scheduler.waiting if job.runnable and not job.lent)
+        if any(job.rank[1] < entry.request.arrival for job in waiting):
+            return None
+        return entry
+
+    def _read(self, entry: _Entry) -> None:
+        assert entry.contexts is not None
+        request_id = entry.request.request_id
+        for number, prompt in enumerate(entry.contexts.prompts):
+            key = f"{request_id}\0context {number}"
+            # drawn by nobody, so it has neither sampling parameters nor receivers
+            plain = replace(
+                entry.request,
+                request_id=key,
+                sampling=FALLBACK,
+                downstreams=frozenset(),
+                to_client=frozenset(),
+                resume=[],
+                resume_others=[],
+            )
+            self._engine.add(plain)
+            entry.keys.append(key)
+            self._owner[key] = request_id
+            self._engine.give(key, Fed(prompt=prompt, then=Then.LEND))
+
+    def _taken(self, output: StageOutput) -> StageOutput | None:
+        """An output of the engine as one of this stage; None if it is only of use here."""
+        if (owner := self._owner.get(output.request_id)) is not None:
+            entry = self._entries[owner]
+            if output.error is not None:
+                self._fail(owner, output.error)
+            elif output.request_id == entry.keys[0]:
+                entry.counts = {
+                    "prompt_tokens": output.prompt_tokens - 1,  # the last only follows
+                    "cached_tokens": output.cached_tokens,
+                    "modality_tokens": output.modality_tokens,
+                }
+            return None
+        thinking = self._entries.get(output.request_id)
+        if thinking is None:
+            return output
+        if output.error is not None:
+            self.release(output.request_id)
+            return output
+        thinking.thoughts += output.token_ids
+        if output.finished:
+            output.finished = False
+            thinking.end = output
+            try:
+                self._plan(thinking)
+            except SegueError as error:
+                self._fail(output.request_id, error)
+        return output
+
+    def _complete(self, entry: _Entry) -> bool:
+        """Whether all that it reads has been computed, and its views have not been sent."""
+        if entry.lends or entry.contexts is None or len(entry.keys) < len(entry.contexts.prompts) or not entry.keys:
+            return False
+        return all(self._engine.lent(key) is not None for key in entry.keys)
+
+    def _lent(self, entry: _Entry) -> StageOutput:
+        """The last output of a request: its views."""
+        assert entry.contexts is not None
+        entry.lends = True
+        end = entry.end
+        return StageOutput(
+            entry.request.request_id,
+            first_index=len(entry.thoughts),
+            payload={"views": [[view.sequence, view.length, view.position] for view in entry.contexts.views]},
+            finished=True,
+            finish_reason="stop" if end is None else end.finish_reason,
+            stop_reason=None if end is None else end.stop_reason,
+            cumulative_logprob=None if end is None else end.cumulative_logprob,
+            **({} if end is not None else entry.counts),
+        )
+
+    def _fail(self, request_id: str, error: SegueError) -> None:
+        """Report a failure with the next outputs."""
+        self.release(request_id)
+        self._engine.cancel(request_id)
+        self._failed.append(StageOutput(request_id, error=error))
