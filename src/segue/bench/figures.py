@@ -20,8 +20,8 @@ from segue.bench.harness.results import read_values, result_of
 from segue.bench.hop import HopResult, hop_table
 from segue.bench.omni import report
 from segue.bench.omni.results import Result
-from segue.bench.own import OwnResult
-from segue.bench.own import markdown as own_report
+from segue.bench.own.results import OwnResult
+from segue.bench.own.results import markdown as own_report
 from segue.bench.text import report as text_report
 from segue.bench.text.results import TextResult
 from segue.messages.errors import ConfigError

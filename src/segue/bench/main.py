@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from segue.bench import own
 from segue.bench.diffusion import arguments as diffusion
 from segue.bench.gpu_check import add_gpu
 from segue.bench.harness.arguments import add_command
 from segue.bench.omni import arguments as omni
+from segue.bench.own import arguments as own
 from segue.bench.steps import arguments as steps
 from segue.bench.text import arguments as text
 from segue.cli.parser import Parser

@@ -66,6 +66,9 @@ class DeviceBench(Bench):
     dtype: str = option("bfloat16", choices=["bfloat16", "float16", "float32"])
 
 
+_INSTALLED_BY = {"action_video": "pip install -e examples/own_model, in a checkout of Segue"}
+"""Package → the command that installs it, if it is not in the extra `bench`."""
+
 BenchT = TypeVar("BenchT", bound=Bench)
 ResultT = TypeVar("ResultT")
 
@@ -95,7 +98,8 @@ def add_command(
     def start(arguments: argparse.Namespace) -> int:
         missing = [package for package in needs if find_spec(package) is None]
         if missing:
-            raise ConfigError(f"segue bench needs {' and '.join(missing)}: pip install 'segue[bench]'")
+            commands = dict.fromkeys(_INSTALLED_BY.get(name, "pip install 'segue[bench]'") for name in missing)
+            raise ConfigError(f"segue bench needs {' and '.join(missing)}: {' and '.join(commands)}")
         return run(options(**{one.name: getattr(arguments, one.name) for one in own}))
 
     command.set_defaults(run=start)

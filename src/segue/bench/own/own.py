@@ -1,5 +1,6 @@
 """`segue bench own`: the example of a model of one's own, Segue against its author's loop, one request at a time and in
-static batches. Needs `examples/own_model` installed; `python -m segue.bench.own FD OPTIONS` is the author's process."""
+static batches. Needs `examples/own_model` installed. `python -m segue.bench.own.own FD OPTIONS` is the author's
+process."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import importlib
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -15,31 +17,19 @@ from typing import Any
 
 import msgspec
 
-from segue.bench.harness.arguments import ModelBench, counts, execute, option
 from segue.bench.harness.async_omni import AsyncOmniDriver
 from segue.bench.harness.hardware import machine
-from segue.bench.harness.load import by_side, closed, in_turn, outcomes_of, serving, warm_up
+from segue.bench.harness.load import by_side, closed, in_turn, outcomes_of, serving, turn, warm_up
+from segue.bench.harness.meters import Watch
 from segue.bench.harness.process import ChildProcess, Generate, ReferenceDriver, same_environment, serve_batches
-from segue.bench.harness.report import Columns, host, page, startup_table, table_of
-from segue.bench.harness.results import LoadResult, measure
-from segue.bench.harness.stats import Ratio, Summary, ratio, summary
-from segue.cli.parser import count
+from segue.bench.harness.results import measure
+from segue.bench.harness.stats import ratio, summary
+from segue.bench.own.arguments import OwnBench
+from segue.bench.own.results import OwnResult, Row
 from segue.messages.deltas import Finished, VideoDelta
-from segue.messages.errors import ConfigError
 from segue.models.registry import read_config
 
-NEEDS = ("action_video", "psutil")
 SEGUE, ONE, STATIC = "segue", "author one at a time", "author static batches"
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnBench(ModelBench):
-    """Settings of a run."""
-
-    concurrency: Sequence[int] = option([1, 4, 8], "clients (default: 1,4,8)", type=counts)
-    frames: int = option(4, "new frames of a request (default: 4)", type=count)
-    requests: int = option(8, "per side and round, at least as many as clients (default: 8)", type=count)
-    rounds: int = option(3, type=count)
 
 
 class OwnRequest(msgspec.Struct, frozen=True):
@@ -74,24 +64,6 @@ class Outcome:
     def check(self, request: OwnRequest) -> None:
         if not self.codes or len(self.codes) % request.frames:
             raise RuntimeError(f"request {request.index} has {len(self.codes)} codes for {request.frames} frames")
-
-
-class Row(msgspec.Struct):
-    """One side, in seconds. `jct_ratio`: Segue's JCT by this one's. `equal`: share of requests with Segue's codes."""
-
-    clients: int
-    side: str
-    frames_per_second: float
-    first_frame: Summary
-    jct: Summary
-    jct_ratio: Ratio
-    equal: float
-
-
-class OwnResult(LoadResult, kw_only=True):
-    benchmark: str = "own"
-    frames: int
-    rows: list[Row] = msgspec.field(default_factory=list)
 
 
 def inputs(config: Any, request: OwnRequest) -> tuple[Any, Any]:
@@ -147,9 +119,13 @@ async def run(bench: OwnBench) -> OwnResult:
     found = machine()
     options = Options(str(bench.model_dir), found.cores)
     around = same_environment(found.cores)
-    author = ChildProcess[OwnRequest, Loaded, Answer](ONE, "segue.bench.own", options, Loaded, Answer, around)
-    sides: list[Any] = [Driver(SEGUE, bench.model_dir, dtype="float32")]
-    sides[0].config = SimpleNamespace(**read_config(bench.model_dir))
+    author = ChildProcess[OwnRequest, Loaded, Answer](ONE, "segue.bench.own.own", options, Loaded, Answer, around)
+    sides: list[Any] = []
+    for many in bench.workers:
+        name = SEGUE if many == 1 else f"{SEGUE}, {many} workers"
+        config = {"stages": {"trunk": {"replicas": many}}}
+        sides.append(Driver(name, bench.model_dir, dtype="float32", config=config))
+        sides[-1].config = SimpleNamespace(**read_config(bench.model_dir))
     for name, way in ((ONE, "one"), (STATIC, "static")):
         sides.append(ReferenceDriver(name, author, way, lambda _, made, sent, end: Outcome(made.codes, end, end)))
     async with serving(sides, bench.say):
@@ -165,35 +141,26 @@ async def _level(bench: OwnBench, sides: Sequence[Any], result: OwnResult, clien
     rounds = [[OwnRequest(i, seed.getrandbits(32), bench.frames) for i in many] for _ in range(bench.rounds + 1)]
     await warm_up(drivers, rounds.pop()[:clients], load, clients)
     bench.say(f"{clients} clients")
-    slices = by_side(await in_turn(drivers, rounds, load, clients, bench.say, lambda taken: f"{taken.wall:.1f} s"))
+    everyone = [pid for driver in sides for pid in driver.processes()]
+    watches = {driver.name: Watch(driver.processes(), everyone) for driver in drivers}
+
+    @asynccontextmanager
+    async def watched(driver: Any, together: int) -> AsyncIterator[None]:
+        async with turn(driver, together), watches[driver.name].watching():
+            yield
+
+    taken_turns = await in_turn(drivers, rounds, load, clients, bench.say, lambda one: f"{one.wall:.1f} s", watched)
+    slices = by_side(taken_turns)
     for side, taken in slices.items():
-        pairs = [list(zip(a.outcomes, b.outcomes, strict=True)) for a, b in zip(slices[SEGUE], taken, strict=True)]
+        first = slices[sides[0].name]
+        pairs = [list(zip(a.outcomes, b.outcomes, strict=True)) for a, b in zip(first, taken, strict=True)]
         times = ratio([[(a.end - a.sent, b.end - b.sent) for a, b in both] for both in pairs])
         theirs = outcomes_of(taken)
         speed = bench.frames * len(theirs) / sum(one.wall for one in taken)
         frame, jct = summary([one.first - one.sent for one in theirs]), summary([one.end - one.sent for one in theirs])
         equal = sum(a.codes == b.codes for both in pairs for a, b in both) / len(theirs)
-        result.rows.append(Row(clients, side, speed, frame, jct, times, equal))
-
-
-def markdown(result: OwnResult) -> str:
-    columns: Columns[Row] = {
-        "clients": lambda row: str(row.clients),
-        "side": lambda row: row.side,
-        "frames/s": lambda row: f"{row.frames_per_second:.2f}",
-        "first frame, s": lambda row: f"{row.first_frame.p50:.2f}",
-        f"JCT of {result.frames} frames, s": lambda row: f"{row.jct.p50:.2f}",
-        "Segue's JCT of it": lambda row: f"{row.jct_ratio.mean:.2f}×",
-        "equal codes": lambda row: f"{row.equal:.0%}",
-    }
-    of_run = f"{result.finished[:10]}, commit {result.machine.commit}. {host(result.machine, result.machine.packages)}"
-    return page([of_run, *result.unfinished, startup_table(result.startup), table_of(result.rows, columns)])
-
-
-def start(bench: OwnBench) -> int:
-    if bench.model is None:
-        raise ConfigError("give --model DIR; python -m action_video DIR makes a checkpoint", field="model")
-    return execute(bench, "own", run, markdown)
+        memory = watches[side].usage.peak_pss_bytes
+        result.rows.append(Row(clients, side, speed, frame, jct, times, equal, memory))
 
 
 if __name__ == "__main__":
