@@ -22,6 +22,7 @@ FORMATS = {
     "image": Format(name="webp", quality=80),
     "video": Format(name="mp4", poster=True),
 }
+FRAGMENTED = {"video": Format(name="mp4", fragmented=True)}
 RAMP = np.arange(20, dtype=np.uint8)[:, None, None, None] * np.ones((20, 16, 24, 3), np.uint8) * 9
 UNITS: dict[str, tuple[np.ndarray, dict[str, Any]]] = {
     "audio": (np.sin(np.arange(6000) / 20).astype(np.float32), {"sample_rate": 24000}),
@@ -31,9 +32,9 @@ UNITS: dict[str, tuple[np.ndarray, dict[str, Any]]] = {
 }
 
 
-def made(pieces: list[tuple[str, int, int]]) -> list[EncodedDelta]:
+def made(pieces: list[tuple[str, int, int]], formats: dict[str, Format] = FORMATS) -> list[EncodedDelta]:
     """What comes of the units (kind, start, end) in this order, and of the end."""
-    files = FileSet(FORMATS)
+    files = FileSet(formats)
     deltas: list[EncodedDelta] = []
     for kind, start, end in pieces:
         data, others = UNITS[kind]
@@ -91,6 +92,24 @@ def test_videos_and_their_posters() -> None:
     assert Image.open(io.BytesIO(WHOLE["poster"])).size == (24, 16)
     deltas = {delta.kind: delta for delta in made([("video", 0, 20)])}
     assert deltas["video"].facts == {"height": 16, "width": 24, "fps": 8.0, "frames": 20}
+
+
+@given(cuts=st.lists(st.integers(0, 20), max_size=3), again=st.integers(0, 20))
+def test_fragments_are_sent_frame_by_frame(cuts: list[int], again: int) -> None:
+    """Each frame can be shown when its bytes are there, and no byte depends on the parts, nor on a second attempt."""
+    spans = list(itertools.pairwise([0, *sorted(cuts), 20]))
+    spans += [(0, again)] if again else []
+    deltas = made([("video", *span) for span in spans], FRAGMENTED)
+    one_by_one = made([("video", frame, frame + 1) for frame in range(20)], FRAGMENTED)
+    assert contents(deltas) == contents(one_by_one)
+    assert [delta.facts["frames"] for delta in one_by_one] == [*range(1, 21), 20]
+    assert (one_by_one[-1].data, one_by_one[-1].last) == (b"", True)
+    file = contents(one_by_one)["video"]
+    for frames, end in ((1, one_by_one[0].end), (7, one_by_one[6].end), (20, len(file))):
+        with av.open(io.BytesIO(file[:end])) as container:
+            shown = [frame.to_ndarray(format="rgb24").mean() for frame in container.decode(video=0)]
+            assert container.streams.video[0].average_rate == 8
+        np.testing.assert_allclose(shown, RAMP[:frames].mean((1, 2, 3)), atol=3)
 
 
 @pytest.mark.parametrize("name", IMAGE_FORMATS)

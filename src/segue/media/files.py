@@ -18,6 +18,7 @@ import numpy as np
 
 from segue.media.audio_file import AudioFile
 from segue.media.encode import encode_image, encode_thumbnail
+from segue.media.fragmented_video import VideoFragments
 from segue.media.write_video import VideoMuxer
 from segue.messages.deltas import EncodedDelta
 from segue.messages.formats import FORMATS, Format
@@ -61,9 +62,11 @@ class _Video:
         self._muxer = VideoMuxer(f"/proc/self/fd/{self._file.fileno()}", fps=fps)
         self.facts: Facts = {"height": height, "width": width, "fps": fps, "frames": 0}
 
-    def add(self, frames: np.ndarray[Any, Any]) -> None:
+    def add(self, frames: np.ndarray[Any, Any]) -> bytes:
+        """Encode frames. Nothing can be sent yet."""
         self.facts["frames"] += len(frames)
         self._muxer.add(frames)
+        return b""
 
     def pieces(self) -> Iterator[bytes]:
         """Finish the file and yield its bytes."""
@@ -79,6 +82,26 @@ class _Video:
             self._file.close()
 
 
+class _Fragmented:
+    """A video file that is sent while it is made."""
+
+    def __init__(self, fps: float, height: int, width: int) -> None:
+        self._fragments = VideoFragments(fps=fps)
+        self.facts: Facts = {"height": height, "width": width, "fps": fps, "frames": 0}
+
+    def add(self, frames: np.ndarray[Any, Any]) -> bytes:
+        self.facts["frames"] += len(frames)
+        return self._fragments.add(frames)
+
+    def pieces(self) -> Iterator[bytes]:
+        """Finish the file: nothing is left."""
+        self._fragments.close()
+        yield b""
+
+    def close(self) -> None:
+        self._fragments.close()
+
+
 @dataclass(slots=True)
 class FileSet:
     """The files of one request."""
@@ -89,7 +112,7 @@ class FileSet:
     _sent: dict[Key, int] = field(default_factory=dict)
     """Units of `EncodedDelta` that have been made."""
     _audio: dict[Key, _Audio] = field(default_factory=dict)
-    _videos: dict[Key, _Video] = field(default_factory=dict)
+    _videos: dict[Key, _Video | _Fragmented] = field(default_factory=dict)
 
     def fresh(self, stage: str, part: Part) -> Part:
         """Return a part without the units that an earlier attempt of its stage has given."""
@@ -154,8 +177,11 @@ class FileSet:
                 facts: Facts = {"height": height, "width": width}
                 poster = (key[0], POSTER, key[2])
                 made.append(self._delta(poster, encode_thumbnail(frames[0]), facts, last=True))
-            self._videos[key] = _Video(fps, height, width)
-        self._videos[key].add(frames)
+            kind = _Fragmented if self.formats["video"].fragmented else _Video
+            self._videos[key] = kind(fps, height, width)
+        video = self._videos[key]
+        if data := video.add(frames):
+            made.append(self._delta(key, data, video.facts))
         return made
 
     def _images(self, key: Key, images: np.ndarray[Any, Any], part: Part) -> list[EncodedDelta]:
@@ -176,6 +202,6 @@ class FileSet:
             form = self.formats[kind]
             data = base64.b64encode(data) if form.base64 else data
             mime = FORMATS[kind][form.name]
-        made = EncodedDelta(*key, self._sent.get(key, 0), mime, data, last=last, facts=facts)
+        made = EncodedDelta(*key, self._sent.get(key, 0), mime, data, last=last, facts=dict(facts))
         self._sent[key] = made.end
         return made

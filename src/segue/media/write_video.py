@@ -7,11 +7,12 @@ import os
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import av
 import numpy as np
 from av.audio.stream import AudioStream
+from av.container import OutputContainer
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
 from av.video.stream import VideoStream
 
@@ -57,13 +58,11 @@ class VideoMuxer:
 
     def add(self, frames: Frames) -> None:
         """The next frames, all of one size: [frames, height, width, 3] uint8."""
-        if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
-            raise ValueError(f"frames are {frames.dtype} {frames.shape}; they must be uint8 [frames, height, width, 3]")
+        check_frames(frames)
         for pixels in frames:
-            stream = self._stream(*pixels.shape[:2])
-            frame = av.VideoFrame.from_ndarray(_even(pixels), format="rgb24")
-            frame = frame.reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709, dst_color_range=ColorRange.MPEG)
-            self._container.mux(stream.encode(frame))
+            if self._video is None:
+                self._video = video_stream(self._container, self._fps, pixels)
+            self._container.mux(self._video.encode(as_yuv(pixels, self._video)))
 
     def add_audio(self, samples: np.ndarray[Any, np.dtype[np.float32]]) -> None:
         """The next samples: [samples] float32 mono in [-1, 1]."""
@@ -90,24 +89,38 @@ class VideoMuxer:
         with contextlib.suppress(OSError):  # an earlier write error occurs again on closing
             self._container.close()
 
-    def _stream(self, height: int, width: int) -> VideoStream:
-        """Return the stream, of the first frame's size; a frame of another size raises `ValueError`."""
-        size = (height + height % 2, width + width % 2)
-        if self._video is None:
-            check_video_sides(*size, "size")
-            stream = self._container.add_stream(_ENCODER, rate=self._fps, options={"crf": _QUALITY})
-            stream.height, stream.width = size
-            stream.pix_fmt = "yuv420p"
-            stream.codec_context.colorspace = Colorspace.ITU709
-            stream.codec_context.color_range = ColorRange.MPEG
-            stream.codec_context.color_primaries = ColorPrimaries.BT709
-            stream.codec_context.color_trc = ColorTrc.BT709
-            self._video = stream
-        elif size != (self._video.height, self._video.width):
-            raise ValueError(
-                f"a frame is {height} x {width}; earlier frames are {self._video.height} x {self._video.width}"
-            )
-        return self._video
+
+def check_frames(frames: Frames) -> None:
+    """Raise `ValueError` for an array that holds no frames."""
+    if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
+        raise ValueError(f"frames are {frames.dtype} {frames.shape}; they must be uint8 [frames, height, width, 3]")
+
+
+def video_stream(
+    container: OutputContainer, fps: Fraction, pixels: np.ndarray[Any, Any], **options: str
+) -> VideoStream:
+    """A new H.264 stream for frames like this one, [height, width, 3]. `options`: further ones of x264. Raises
+    `TooLarge`."""
+    height, width = _even_sides(pixels)
+    check_video_sides(height, width, "size")
+    stream = cast(VideoStream, container.add_stream(_ENCODER, rate=fps, options={"crf": _QUALITY, **options}))
+    stream.height, stream.width = height, width
+    stream.pix_fmt = "yuv420p"
+    stream.codec_context.colorspace = Colorspace.ITU709
+    stream.codec_context.color_range = ColorRange.MPEG
+    stream.codec_context.color_primaries = ColorPrimaries.BT709
+    stream.codec_context.color_trc = ColorTrc.BT709
+    return stream
+
+
+def as_yuv(pixels: np.ndarray[Any, Any], stream: VideoStream) -> av.VideoFrame:
+    """A frame [height, width, 3] uint8 as the stream's encoder takes it. Raises `ValueError` for another size than the
+    stream's."""
+    height, width = _even_sides(pixels)
+    if (height, width) != (stream.height, stream.width):
+        raise ValueError(f"a frame is {height} x {width}; earlier frames are {stream.height} x {stream.width}")
+    frame = av.VideoFrame.from_ndarray(_even(pixels), format="rgb24")
+    return frame.reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709, dst_color_range=ColorRange.MPEG)
 
 
 class VideoWriter:
@@ -159,6 +172,11 @@ class VideoWriter:
             self.close()
         else:
             self.discard()
+
+
+def _even_sides(pixels: np.ndarray[Any, Any]) -> tuple[int, int]:
+    height, width = pixels.shape[:2]
+    return height + height % 2, width + width % 2
 
 
 def _even(pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -51,6 +51,9 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
     """The bytes are the base64 text of the file; not of a video, nor of audio that is sent while it is made."""
     poster: bool = False
     """Video: its first frame, as a WebP file, precedes it (kind `poster`)."""
+    fragmented: bool = False
+    """Video: the file has a fragment for each frame, and is sent while it is made; else its index stands first, and it
+    is sent when it is complete."""
     part: int = 0
     """Audio: number of preceding files that the client joins with this one. Later ones have no header that could be
     there only once."""
