@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 import torch
+from taking import take
 
 from segue.connectors.cuda import cuda_memory
 from segue.connectors.device import DeviceMemory
@@ -72,12 +73,12 @@ def main() -> None:
                 case ["put", request, size, first]:
                     answer: Any = connector.put("a", "b", request, numbers(size, first, place))
                 case ["echo", metadata]:
-                    found = connector.get("a", "b", "echo", metadata)
+                    found = take(connector, "a", "b", "echo", metadata)
                     answer = connector.put("b", "a", "echo", found[0]) if found is not None else (False, 0, None)
                 case ["where", request]:
                     answer = [str(payload["x"].device.type) for payload, _ in held[request]]
                 case ["get", request, metadata, first]:
-                    found = connector.get("a", "b", request, metadata)
+                    found = take(connector, "a", "b", request, metadata)
                     if found is not None:
                         held.setdefault(request, []).append((found[0], first))
                     answer = None if found is None else right(found[0], first)

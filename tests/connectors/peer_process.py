@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from connector_peer import receive, send
+from taking import take
 
 from segue.connectors.shm import SharedMemoryConnector
 from shm_names import abandoned
@@ -64,7 +65,7 @@ def wait_for_hang_ups(producer: SharedMemoryConnector) -> None:
     ok, _, metadata = producer.put("a", "b", "newcomer", {})
     assert ok
     newcomer = SharedMemoryConnector(f"newcomer-{os.getpid()}", pool_bytes=4096, max_bytes=4096)
-    assert newcomer.get("a", "b", "newcomer", metadata) is not None
+    assert take(newcomer, "a", "b", "newcomer", metadata) is not None
     newcomer.release("newcomer")
     newcomer.close()
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from payload_values import DTYPES, raw_tensor, same
+from taking import take
 
 from segue.connectors.base import Connector
 from segue.connectors.create import create
@@ -37,7 +38,7 @@ class Pair:
         return metadata
 
     def get(self, request: str, metadata: dict[str, Any] | None) -> tuple[dict[str, Any], int] | None:
-        return self.consumer.get("a", "b", request, metadata)
+        return take(self.consumer, "a", "b", request, metadata)
 
 
 MakePair = Callable[..., Pair]
@@ -302,7 +303,7 @@ def test_calls_after_close_are_errors(pair: MakePair) -> None:
         with pytest.raises(StageFailed, match="closed"):
             side.put("a", "b", "r", {})
         with pytest.raises(StageFailed, match="closed"):
-            side.get("a", "b", "r", metadata)
+            take(side, "a", "b", "r", metadata)
         with pytest.raises(StageFailed, match="closed"):
             side.release("r")
 

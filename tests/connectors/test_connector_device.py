@@ -11,6 +11,7 @@ import torch
 from connector_peer import device_of, numbers, right
 from payload_values import DTYPES, raw_tensor, same
 from peer_process import MIB, names_left, peers, wait_for_hang_ups
+from taking import take
 
 from segue.connectors.device import DevicePool
 from segue.connectors.handover import Line
@@ -82,7 +83,7 @@ def test_what_else_is_in_the_payload_comes_along(kind: str) -> None:
         assert ok
         assert size > 12_000
         with connector(kind, "consumer") as consumer:
-            found = consumer.get("b", "a", "r", back)
+            found = take(consumer, "b", "a", "r", back)
             assert found is not None
             assert same(moved(found[0], "cpu"), moved(payload, "cpu"))
 
@@ -103,7 +104,7 @@ def test_every_dtype() -> None:
     with connector("memfd") as producer, connector("memfd", "consumer") as consumer:
         payload = {name: [raw_tensor(name, (2, 3)), raw_tensor(name, ())] for name in DTYPES}
         metadata = put(producer, payload)
-        found = consumer.get("a", "b", "r", metadata)
+        found = take(consumer, "a", "b", "r", metadata)
         assert metadata["region"]["size"] > 0
         assert found is not None
         assert same(found[0], payload)
@@ -148,7 +149,7 @@ def test_a_consumer_whose_device_is_full_gets_host_tensors() -> None:
 
     with connector("memfd") as producer:
         consumer = SharedMemoryConnector(f"full-{os.getpid()}", pool_bytes=MIB, max_bytes=MIB, device=Opens())
-        found = consumer.get("a", "b", "r", put(producer, numbers(300_000, 3)))
+        found = take(consumer, "a", "b", "r", put(producer, numbers(300_000, 3)))
         consumer.close()
         assert found is not None
         assert right(found[0], 3)
@@ -168,7 +169,7 @@ def test_a_full_device_pool_sends_the_rest_through_the_host() -> None:
         sent = [put(producer, numbers(900_000, n)) for n in range(4)]
         assert [metadata["region"] is not None for metadata in sent] == [True, True, False, False]
         for n in (2, 0, 3, 1):
-            found = consumer.get("a", "b", "r", sent[n])
+            found = take(consumer, "a", "b", "r", sent[n])
             assert found is not None
             assert right(found[0], n)
         consumer.release("r")
@@ -228,9 +229,9 @@ def test_a_killed_producer_takes_nothing_along_that_was_taken(kind: str) -> None
             _, _, taken = producer("put", "r", 300_000, 5)
             _, _, late = producer("put", "r", 300_000, 6)
             assert taken["region"] is not None
-            found = consumer.get("a", "b", "r", taken)
+            found = take(consumer, "a", "b", "r", taken)
             producer.kill()
-            assert consumer.get("a", "b", "r", late) is None
+            assert take(consumer, "a", "b", "r", late) is None
         assert found is not None
         assert right(found[0], 5)
         consumer.release("r")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from connector_peer import numbers, right
 from peer_process import MIB, names_left, peers, wait_for_hang_ups
+from taking import take
 
 from segue.connectors.shm import SharedMemoryConnector
 
@@ -54,10 +55,10 @@ def test_a_killed_producer_leaves_views_and_nothing_else(connector: SharedMemory
         _, _, taken = producer("put", "r", 300_000, 5)
         _, _, late = producer("put", "r", 300_000, 6)
         _, _, mapped_by_nobody = producer("put", "r", 300_000, 7)
-        found = connector.get("a", "b", "r", taken)
+        found = take(connector, "a", "b", "r", taken)
         assert found is not None
         producer.kill()
-        assert connector.get("a", "b", "r", late) is None
+        assert take(connector, "a", "b", "r", late) is None
         assert other("get", "r", mapped_by_nobody, 7) is None
         assert right(found[0], 5)
         other("close")
@@ -65,8 +66,8 @@ def test_a_killed_producer_leaves_views_and_nothing_else(connector: SharedMemory
 
         with peers(address) as (restarted,):
             _, _, fresh = restarted("put", "r", 300_000, 8)
-            assert connector.get("a", "b", "r", late) is None, "metadata of the old pool is not for the new one"
-            again = connector.get("a", "b", "r", fresh)
+            assert take(connector, "a", "b", "r", late) is None, "metadata of the old pool is not for the new one"
+            again = take(connector, "a", "b", "r", fresh)
             assert again is not None
             assert right(again[0], 8)
             assert right(found[0], 5)
@@ -78,20 +79,20 @@ def test_a_producer_that_closes_is_gone_like_one_that_died(connector: SharedMemo
     producer = SharedMemoryConnector(f"closes-{os.getpid()}", pool_bytes=MIB, max_bytes=MIB, shm_threshold_bytes=0)
     _, _, first = producer.put("a", "b", "r", numbers(8000, 1))
     _, _, second = producer.put("a", "b", "r", numbers(8000, 2))
-    found = connector.get("a", "b", "r", first)
+    found = take(connector, "a", "b", "r", first)
     producer.close()
     del producer
     gc.collect()
     assert found is not None
     assert right(found[0], 1)
-    assert connector.get("a", "b", "r", second) is None
+    assert take(connector, "a", "b", "r", second) is None
     connector.release("r")
 
 
 def test_views_outlive_the_connector_that_made_them() -> None:
     with peers(f"source-{os.getpid()}") as (producer,):
         consumer = SharedMemoryConnector(f"short-{os.getpid()}", pool_bytes=4096, max_bytes=4096)
-        found = consumer.get("a", "b", "r", producer("put", "r", 300_000, 4)[2])
+        found = take(consumer, "a", "b", "r", producer("put", "r", 300_000, 4)[2])
         consumer.close()
         del consumer
         gc.collect()
@@ -104,7 +105,7 @@ def test_both_ways_between_two_processes(connector: SharedMemoryConnector) -> No
         for n in range(50):
             request = f"r{n}"
             assert peer("get", request, connector.put("a", "b", request, numbers(200_000, n))[2], n) is True
-            found = connector.get("b", "a", request, peer("put", request, 200_000, n + 1)[2])
+            found = take(connector, "b", "a", request, peer("put", request, 200_000, n + 1)[2])
             assert found is not None
             assert right(found[0], n + 1)
             connector.release(request)
@@ -124,7 +125,7 @@ def test_no_descriptor_thread_or_mapping_is_left() -> None:
         two = SharedMemoryConnector(f"two-{os.getpid()}", pool_bytes=MIB, max_bytes=8 * MIB)
         for n in range(6):
             metadata = one.put("a", "b", f"r{n}", numbers(MIB - 4096, n))[2]
-            assert two.get("a", "b", f"r{n}", metadata) is not None
+            assert take(two, "a", "b", f"r{n}", metadata) is not None
         one.close()
         two.close()
 

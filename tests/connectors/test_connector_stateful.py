@@ -7,6 +7,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from taking import take
 
 from segue.connectors.create import create
 from segue.connectors.device import DeviceMemory
@@ -56,7 +57,7 @@ class Against(RuleBasedStateMachine):
     def gets(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.put)))
         request, payload, metadata = self.put.pop(number)
-        found = self.consumer.get("a", "b", request, metadata)
+        found = take(self.consumer, "a", "b", request, metadata)
         assert found is not None
         self.taken[number] = request, payload, metadata, found[0]
 
@@ -65,7 +66,7 @@ class Against(RuleBasedStateMachine):
     def gets_what_is_gone(self, data: st.DataObject) -> None:
         known = self.gone + [(request, metadata) for request, _, metadata, _ in self.taken.values()]
         request, metadata = data.draw(st.sampled_from(known))
-        assert self.consumer.get("a", "b", request, metadata) is None
+        assert take(self.consumer, "a", "b", request, metadata) is None
 
     @rule(request=requests)
     def producer_releases(self, request: str) -> None:

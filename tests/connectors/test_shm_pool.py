@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from taking import take
 
 from segue.connectors.handover import HandOver, Line
 from segue.connectors.payload import PayloadError
@@ -284,7 +285,7 @@ def test_reserved_memory_is_written_in_place(ends: tuple[SharedMemoryConnector, 
     assert size > 120_000
     views["x"].fill_(2.5)
     del views
-    received = consumer.get("a", "b", "r", metadata)
+    received = take(consumer, "a", "b", "r", metadata)
     assert received is not None
     assert torch.equal(received[0]["x"], torch.full((200, 300), 2.5, dtype=torch.bfloat16))
     assert (received[0]["step"], received[0]["name"]) == (3, b"n")
@@ -309,7 +310,7 @@ def test_damaged_slots_and_metadata(ends: tuple[SharedMemoryConnector, SharedMem
     assert metadata is not None
     for change in ({"size": 1 << 30}, {"page": 1 << 40}):
         with pytest.raises(PayloadError, match="outside"):
-            consumer.get("a", "b", "r", {**metadata, **change})
+            take(consumer, "a", "b", "r", {**metadata, **change})
     for change in (
         {"generation": 0},
         {"generation": -1},
@@ -319,20 +320,20 @@ def test_damaged_slots_and_metadata(ends: tuple[SharedMemoryConnector, SharedMem
         {"size": -5},
     ):
         with pytest.raises(PayloadError, match="broken metadata"):
-            consumer.get("a", "b", "r", {**metadata, **change})
+            take(consumer, "a", "b", "r", {**metadata, **change})
     for change in (
         {"page": 1},
         {"generation": 9},
         {"segment": 7},
     ):
-        assert consumer.get("a", "b", "r", {**metadata, **change}) is None
-    assert consumer.get("a", "b", "r", {**metadata, "address": "nobody"}) is not None, "the pool is mapped already"
+        assert take(consumer, "a", "b", "r", {**metadata, **change}) is None
+    assert take(consumer, "a", "b", "r", {**metadata, "address": "nobody"}) is not None, "the pool is mapped already"
     consumer.release("r")
-    assert consumer.get("a", "b", "r", {**metadata, "pool": b"other", "address": "nobody"}) is None
+    assert take(consumer, "a", "b", "r", {**metadata, "pool": b"other", "address": "nobody"}) is None
     found = producer.reserve("a", "b", "r", {"x": torch.zeros(100_000, dtype=torch.uint8)})
     assert found is not None
     with pytest.raises(PayloadError):
-        consumer.get("a", "b", "r", {**found[2], "size": 30})
+        take(consumer, "a", "b", "r", {**found[2], "size": 30})
     assert producer.bytes_in_use == 0, "what cannot be read is not held"
 
 
@@ -344,8 +345,8 @@ def test_no_descriptors_left_is_a_failed_get(ends: tuple[SharedMemoryConnector, 
     os.close(spare)
     resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 2, hard))
     try:
-        assert consumer.get("a", "b", "r", metadata) is None
+        assert take(consumer, "a", "b", "r", metadata) is None
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    found = consumer.get("a", "b", "r", metadata)
+    found = take(consumer, "a", "b", "r", metadata)
     assert found is not None

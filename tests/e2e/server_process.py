@@ -40,6 +40,7 @@ HOLDINGS = (
     "segue_stage_retained_bytes",
     "segue_stage_spilled_bytes",
     "segue_stage_pool_bytes",
+    "segue_stage_coming_chunks",
     "segue_stage_early_chunks",
     "segue_edge_in_flight_bytes",
     "segue_edge_pending_chunks",

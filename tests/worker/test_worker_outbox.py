@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from segue.connectors.base import Arrived
 from segue.messages.wire import Chunk, Peer
 from segue.worker.outbox import Channel, Outbox
 from segue.worker.retained import RetainedStore
@@ -34,8 +35,8 @@ class Slots:
         self.held[self.count] = payload
         return True, 8, {"slot": self.count}
 
-    def get(self, a: str, b: str, request_id: str, metadata: Any = None) -> tuple[dict[str, Any], int] | None:
-        return self.held.pop(metadata["slot"]), 8
+    def fetch(self, a: str, b: str, request_id: str, metadata: Any, wake: Any) -> Arrived:
+        return Arrived(self.held.pop(metadata["slot"]), 8)
 
     def release(self, request_id: str) -> None: ...
 
@@ -54,8 +55,8 @@ class Wire:
 
     def take(self) -> tuple[int, Any, bool]:
         chunk = self.chunks.pop(0)
-        taken = self.slots.get("a", "b", chunk.request_id, chunk.meta) if chunk.meta else None
-        return chunk.seq, taken[0]["n"] if taken else None, chunk.final
+        taken = self.slots.fetch("a", "b", chunk.request_id, chunk.meta, None) if chunk.meta else None
+        return chunk.seq, taken.payload["n"] if taken else None, chunk.final
 
 
 def outbox(tmp_path: Path, *, room: int = 100, budget: int = 1 << 20, keep: int = 1 << 20) -> tuple[Outbox, Wire]:

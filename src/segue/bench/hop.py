@@ -35,6 +35,7 @@ from segue.bench.harness.process import python_path
 from segue.bench.harness.report import Columns, table_of
 from segue.bench.harness.results import VERSION, now, read_values, write_result
 from segue.cli.parser import Parser
+from segue.connectors.base import Arrived
 from segue.connectors.shm import SharedMemoryConnector
 from segue.messages.errors import ConfigError
 
@@ -47,10 +48,10 @@ def consume(control: socket.socket) -> None:
     torch.set_num_threads(1)
     connector = SharedMemoryConnector(f"hop-consumer-{os.getpid()}", pool_bytes=1 << 20)
     while packet := control.recv(_PACKET):
-        found = connector.get("a", "b", "hop", msgspec.msgpack.decode(packet))
+        found = connector.fetch("a", "b", "hop", msgspec.msgpack.decode(packet), lambda: None)
         now = time.perf_counter_ns()
-        assert found is not None, "the payload was lost"
-        probe = int(found[0]["x"][:: 1 << 18].sum())
+        assert isinstance(found, Arrived), "the payload was lost"
+        probe = int(found.payload["x"][:: 1 << 18].sum())
         del found
         connector.release("hop")
         control.send(msgspec.msgpack.encode((now, probe)))

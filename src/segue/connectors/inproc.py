@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from segue.connectors.base import Payload
+from segue.connectors.base import Arrived, Gone, Payload, Reach
 from segue.connectors.payload import PayloadError, measure
 from segue.messages.errors import ConfigError, StageFailed
 
@@ -26,6 +27,8 @@ class InProcessConnector:
     types, byte counts and refusals are the same as between processes. `max_bytes` bounds the payloads that are put and
     not released.
     """
+
+    reach: Reach = "process"
 
     def __init__(self, *, max_bytes: int = 1 << 30) -> None:
         if max_bytes < 1:
@@ -58,10 +61,15 @@ class InProcessConnector:
             self._in_use += size
         return True, size, {"kind": "inproc", "number": number}
 
-    def get(
-        self, from_stage: str, to_stage: str, request_id: str, metadata: dict[str, Any] | None = None
-    ) -> tuple[Payload, int] | None:
-        """Return (payload, bytes); None if released or already taken. Raises `PayloadError` for other metadata."""
+    def fetch(
+        self,
+        from_stage: str,
+        to_stage: str,
+        request_id: str,
+        metadata: dict[str, Any] | None,
+        wake: Callable[[], None],
+    ) -> Arrived | Gone:
+        """Take a payload; see `Connector`. `wake` is never called."""
         match metadata:
             case {"kind": "inproc", "number": int(number)}:
                 pass
@@ -74,9 +82,9 @@ class InProcessConnector:
             self._check_open()
             held = self._requests.get(request_id, {}).get(number)
             if held is None or held.payload is None:
-                return None
+                return Gone("it was released or taken before")
             payload, held.payload = held.payload, None
-            return payload, held.size
+            return Arrived(payload, held.size)
 
     def release(self, request_id: str, metadata: dict[str, Any] | None = None) -> None:
         """Free all payloads of the request, taken or not; with the metadata of one payload, only that one."""

@@ -1,14 +1,15 @@
-"""The shared-memory connector: `put` copies a payload in, `get` returns a view, a word in shared memory releases it.
+"""The shared-memory connector: `put` copies a payload in, `fetch` returns a view, a word in shared memory releases it.
 
 Every worker process has one, for all its edges, as producer (with its own pool, which it shares with receivers) and as
 consumer (of other workers' pools, each mapped once). Metadata are `kind: inline` with the bytes themselves, or
 `kind: slot` with their place; `segment` documents the ownership of memory.
 
-Tensors on a device do not pass through the host: they are copied into device memory that the consumer opens (`device`),
-and their slot holds the rest. `get` copies such a payload out as a whole and releases its slot: processes share device
-memory only for the length of one copy, so no death can invalidate what the consumer holds. A consumer that cannot open
-that memory (another kind of device, no device, the same process) asks for a copy through the host; the producer then
-sends all payloads of that edge through the host. Payloads for which the device has no space go through the host, too.
+Tensors on a device do not pass through the host: they are copied into device memory that the consumer opens
+(`device`), and their slot holds the rest. `fetch` copies such a payload out as a whole and releases its slot:
+processes share device memory only for the length of one copy, so no death can invalidate what the consumer holds. A
+consumer that cannot open that memory (another kind of device, no device, the same process) asks for a copy through the
+host; the producer then sends all payloads of that edge through the host. Payloads for which the device has no space go
+through the host, too.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
-from segue.connectors.base import Payload
+from segue.connectors.base import Arrived, Gone, Payload, Reach
 from segue.connectors.device import DeviceMemory, DevicePool, Region
 from segue.connectors.handover import HandOver
 from segue.connectors.payload import Encoded, measure, read_from
@@ -46,6 +48,8 @@ class SharedMemoryConnector:
     Thread-safe. The producer's `release` cannot withdraw a payload in metadata, which the consumer already has; it can
     withdraw one in a slot, until it is taken.
     """
+
+    reach: Reach = "host"
 
     def __init__(
         self,
@@ -147,16 +151,19 @@ class SharedMemoryConnector:
         encoded.write_into(view, skip_tensors=True)
         return read_from(view), encoded.size, self._metadata(slot, encoded.size)
 
-    def get(
-        self, from_stage: str, to_stage: str, request_id: str, metadata: dict[str, Any] | None = None
-    ) -> tuple[Payload, int] | None:
-        """Return (payload, bytes), with tensors as views of the producer's memory; None if it is gone or already taken.
-
-        Raises `PayloadError` for metadata that no `put` has returned.
-        """
+    def fetch(
+        self,
+        from_stage: str,
+        to_stage: str,
+        request_id: str,
+        metadata: dict[str, Any] | None,
+        wake: Callable[[], None],
+    ) -> Arrived | Gone:
+        """Take a payload, with tensors as views of the producer's memory; see `Connector`. `wake` is never called."""
         self._check_open()
         found = read(metadata, f"the payload from {from_stage!r} to {to_stage!r}")
-        return self._receiver.take(found, request_id)
+        taken = self._receiver.take(found, request_id)
+        return Gone("its producer died, its request was released, or it was taken before") if taken is None else taken
 
     def release(self, request_id: str, metadata: dict[str, Any] | None = None) -> None:
         """Free the request's payloads that were put here and not taken, and those that were taken here.

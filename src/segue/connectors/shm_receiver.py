@@ -8,7 +8,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from segue.connectors.base import Payload
+from segue.connectors.base import Arrived
 from segue.connectors.device import DeviceMemory
 from segue.connectors.handover import Line
 from segue.connectors.payload import PayloadError, read_from
@@ -36,8 +36,8 @@ class Receiver:
         self._lines: dict[bytes, Line] = {}
         self._taken: dict[str, _Taken] = {}
 
-    def take(self, found: Inline | Placed, request_id: str) -> tuple[Payload, int] | None:
-        """Return (payload, bytes); None if it is gone or already taken."""
+    def take(self, found: Inline | Placed, request_id: str) -> Arrived | None:
+        """Return the payload; None if it is gone or already taken."""
         with self._lock:
             if isinstance(found, Inline):
                 return self._take_inline(found, request_id)
@@ -64,16 +64,16 @@ class Receiver:
                 line.close()
             self._lines.clear()
 
-    def _take_inline(self, found: Inline, request_id: str) -> tuple[Payload, int] | None:
+    def _take_inline(self, found: Inline, request_id: str) -> Arrived | None:
         name = (found.pool, found.number)
         taken = self._taken.setdefault(request_id, _Taken())
         if name in taken.inline:
             return None
         payload = read_from(memoryview(bytearray(found.data)))
         taken.inline.add(name)
-        return payload, len(found.data)
+        return Arrived(payload, len(found.data))
 
-    def _take_placed(self, found: Placed, request_id: str) -> tuple[Payload, int] | None:
+    def _take_placed(self, found: Placed, request_id: str) -> Arrived | None:
         line = self._line(found)
         segment = line.segment(found.segment) if line is not None else None
         if line is None or segment is None:
@@ -96,9 +96,9 @@ class Receiver:
             raise
         slots = self._taken.setdefault(request_id, _Taken()).slots
         slots[found.pool, found.generation] = segment, found.page, word
-        return payload, found.size
+        return Arrived(payload, found.size)
 
-    def _take_out(self, found: Placed, on_device: OnDevice, line: Line, segment: Segment) -> tuple[Payload, int] | None:
+    def _take_out(self, found: Placed, on_device: OnDevice, line: Line, segment: Segment) -> Arrived | None:
         """Copy a payload with device tensors into this process's own memory; None if the tensors cannot be read."""
         region = self._read_device(on_device, line)
         if region is None:
@@ -107,7 +107,7 @@ class Receiver:
                 return None
             region = torch.frombuffer(copied, dtype=torch.uint8)
         rest = memoryview(bytearray(segment.view(found.page, found.size)))
-        return read_from(rest, region), found.size + on_device.size
+        return Arrived(read_from(rest, region), found.size + on_device.size)
 
     def _read_device(self, on_device: OnDevice, line: Line) -> Tensor | None:
         """Copy the region to this worker's device; None if it has none that can open the region."""

@@ -26,6 +26,7 @@ _HELP = {
     "segue_stage_spilled_bytes": "Payloads the worker keeps in its file for recovery (reported for its first stage).",
     "segue_stage_pool_bytes": "Shared memory of the worker that payloads occupy (reported for its first stage).",
     "segue_stage_shared_weight_bytes": "Weights shared with other workers (reported for the worker's first stage).",
+    "segue_stage_coming_chunks": "Chunks whose payload is on its way (reported for the worker's first stage).",
     "segue_stage_early_chunks": "Chunks that came before their request (reported for the worker's first stage).",
     "segue_edge_in_flight_bytes": "Payload bytes sent and not consumed yet.",
     "segue_edge_pending_chunks": "Chunks that wait for space downstream.",

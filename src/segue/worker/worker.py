@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 
-from segue.connectors.base import Connector
+from segue.connectors.base import Arrived, Coming, Connector, Gone
 from segue.engines.contract import StageOutput
 from segue.graph.parts import CLIENT, OUTPUT, is_input, own_name
 from segue.messages.errors import Cancelled, InvalidRequest, SegueError
@@ -41,6 +41,7 @@ from segue.messages.wire import (
     decode_for_worker,
     encode,
 )
+from segue.worker.arrivals import Arrivals
 from segue.worker.build import Built
 from segue.worker.meter import Meter
 from segue.worker.outbox import Outbox
@@ -67,6 +68,7 @@ class Worker:
         self.outbox = Outbox(built.channels, built.retained, self._send)
         self.local: deque[ToWorker] = deque()
         """Messages between stages fused into this worker."""
+        self.arrivals = Arrivals(built.inbound, peers.wake)
         self.early: dict[str, list[Chunk]] = {}
         """Chunks that overtook their `Begin` or `Moved`."""
         self.dropped: OrderedDict[str, None] = OrderedDict()
@@ -86,6 +88,8 @@ class Worker:
                 self.handle(decode_for_worker(data))
             while self.local:
                 self.handle(self.local.popleft())
+            for chunk, found in self.arrivals.poll():
+                self.on_landed(chunk, found)
             for stage in self.stages.values():
                 if stage.engine.has_work():
                     self.step(stage)
@@ -186,6 +190,7 @@ class Worker:
         request_id = visit.request.request_id
         del stage.visits[request_id]
         visit.release()
+        self.arrivals.drop(request_id, visit.begin.stage)
         for peer in visit.upstreams.values():
             last = visit.next_seq[peer.stage] - 1
             self._send(peer.address, Consumed(request_id, peer.stage, visit.self_peer, last, finished=True))
@@ -252,6 +257,7 @@ class Worker:
         if old := stage.visits.pop(request_id, None):  # an earlier attempt in this very worker
             stage.engine.cancel(request_id)
             old.release()
+            self.arrivals.drop(request_id, begin.stage)
         self_peer = Peer(begin.stage, self.name, self.address, begin.attempt)
         for target in begin.downstreams:
             self.outbox.open(request_id, self_peer, target)
@@ -299,8 +305,10 @@ class Worker:
         for name, stage in self.stages.items():
             visit = stage.visits.pop(request_id, None)
             stage.engine.cancel(request_id)  # a stage that is done may lend something to one that is not
-            # the orchestrator waits until the input stage is done with each request
-            if visit is not None and is_input(name):
+            if visit is None:
+                continue
+            self.arrivals.drop(request_id, visit.begin.stage)
+            if is_input(name):  # the orchestrator waits until the input stage is done with each request
                 self.tell_failed(visit.begin, Cancelled("it was dropped"))
         self.outbox.drop(request_id)
         for connector in self.all_connectors:
@@ -320,6 +328,7 @@ class Worker:
         source = moved.source.stage
         visit.fed[source] = max(visit.fed.get(source, 0), visit.next_seq[source])
         visit.next_seq[source] = 0
+        self.arrivals.drop(moved.request_id, moved.target, source)
         # the old attempt no longer needs to know that its chunks were used
         for chunk in visit.unused:
             if chunk.source == source:
@@ -341,26 +350,37 @@ class Worker:
             return
         if chunk.source.attempt < expected or chunk.seq < visit.next_seq[chunk.source.stage]:
             return
-        self.feed(stage, visit, chunk)
+        found = self.arrivals.take(chunk)
+        if not isinstance(found, Coming):
+            self.feed(stage, visit, chunk, found)
 
-    def feed(self, stage: StageRunner, visit: Visit, chunk: Chunk) -> None:
-        """Fetch the payload and pass it to the engine, once."""
+    def on_landed(self, chunk: Chunk, found: Arrived | Gone | None) -> None:
+        """Feed a chunk whose payload was on its way. Its request may have ended with the chunk before it."""
+        stage = self.stages[chunk.target]
+        visit = stage.visits.get(chunk.request_id)
+        if visit is None:
+            self.arrivals.refuse(chunk)
+        else:
+            self.feed(stage, visit, chunk, found)
+
+    def feed(self, stage: StageRunner, visit: Visit, chunk: Chunk, found: Arrived | Gone | None) -> None:
+        """Pass a chunk to the engine, once. `found`: its payload, if it has one."""
         source = chunk.source.stage
         edge = (source, chunk.target)
         payload, unused = {}, Unused(source, chunk.seq, None)
-        if chunk.meta is not None:
-            connector = self.connectors[edge]
-            taken = connector.get(source, chunk.target, chunk.request_id, chunk.meta)
-            if taken is None:
-                self.meter.lost(edge)
-                # its producer died between sending and our reading; the orchestrator knows which worker it was
-                self.tell_lost(chunk.request_id, chunk.target, visit.begin.attempt, source)
-                return
-            payload = taken[0]
+        if isinstance(found, Gone):
+            self.meter.lost(edge)
+            # its producer died between sending and our reading; the orchestrator knows which worker it was
+            self.tell_lost(chunk.request_id, chunk.target, visit.begin.attempt, source)
+            return
+        if found is not None:
+            assert chunk.meta is not None, "only metadata bring a payload"
+            payload = found.payload
+            taken = (self.connectors[edge], chunk.meta)
             if own_name(chunk.target) == OUTPUT:  # it keeps nothing of a chunk that it has used
-                unused.taken = connector, chunk.meta
+                unused.taken = taken
             else:
-                visit.taken.append((connector, chunk.meta))
+                visit.taken.append(taken)
         self.meter.hop(edge, time.monotonic() - chunk.sent, chunk.nbytes)
         visit.next_seq[source] = chunk.seq + 1
         # the output stage tells repetitions by their units: a new attempt may have been given its input in other pieces
@@ -397,6 +417,7 @@ class Worker:
             "spilled_bytes": self.outbox.retained.spilled,
             "pool_bytes": sum(connector.bytes_in_use for connector in self.all_connectors),
             "early_chunks": sum(map(len, self.early.values())),
+            "coming_chunks": self.arrivals.count(),
             "shared_weight_bytes": self.shared_bytes,
         }
         self.tell(self.meter.report(engines, held, self.outbox.edges()))
