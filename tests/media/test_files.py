@@ -118,6 +118,6 @@ def test_images_are_what_they_are_called(name: str) -> None:
     [delta] = files.feed("maker", {"kind": "image", "output": 2, "start": 0, "data": RAMP[5:6], "tokens": 4})
     image = Image.open(io.BytesIO(delta.data))
     assert (image.format, image.size) == (name.upper(), (24, 16))
-    assert (delta.output, delta.mime, delta.last) == (2, IMAGE_FORMATS[name], True)
+    assert (delta.index, delta.mime, delta.last) == (2, IMAGE_FORMATS[name], True)
     assert delta.facts == {"height": 16, "width": 24, "tokens": 4}
     assert np.abs(np.asarray(image).astype(int) - RAMP[5]).max() <= 2

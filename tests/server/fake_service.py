@@ -92,7 +92,7 @@ async def as_files(request: Request, deltas: AsyncGenerator[Delta]) -> AsyncGene
             part = {"kind": kind, "output": delta.index, "start": delta.partial or 0, "tokens": delta.tokens}
             part["data"] = delta.array[None]
         elif isinstance(delta, VideoDelta) and "video" in request.formats:
-            part = {"kind": "video", "output": delta.index, "start": delta.first, "data": delta.array, "fps": delta.fps}
+            part = {"kind": "video", "output": delta.index, "start": delta.start, "data": delta.array, "fps": delta.fps}
         if part is not None:
             assert isinstance(delta, AudioDelta | ImageDelta | VideoDelta)
             stages = [delta.stage]

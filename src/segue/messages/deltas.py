@@ -1,6 +1,13 @@
-"""The typed deltas that a running request streams to its client; the last one is `Finished`."""
+"""The typed deltas that a running request streams to its client; the last one is `Finished`.
+
+A delta of a stage is a range of units of one output, its `Stream`. It begins with unit `start` and ends before unit
+`end`, counted from the beginning of the output, whatever attempt of the stage makes it. So one rule, `after`, says what
+a client has already.
+"""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -28,14 +35,33 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """As many as requested, the most likely first."""
 
 
-class TextDelta(msgspec.Struct, frozen=True, tag="text"):
-    """New text of the stage that answers the client; `token_ids` are the ids it came from (end token included)."""
+Stream = tuple[str, str, int]
+"""(stage, kind, index of the output)"""
 
+
+class _Numbered(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of an output whose units the worker counts. By default it is one unit, which is not cut."""
+
+    kind: ClassVar[str]
+    index: int = 0
+    """Which of the request's outputs of this stage it belongs to."""
+    start: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + 1
+
+
+class TextDelta(_Numbered, frozen=True, tag="text"):
+    """New text of the stage that answers the client; `token_ids` are the ids it came from (end token included). Its
+    units are characters."""
+
+    kind: ClassVar[str] = "text"
     stage: str
     text: str
     token_ids: list[int] = []
-    index: int = 0
-    """Which of the request's `n` outputs this belongs to."""
+    first_id: int = 0
+    """Token ids of this output that precede these. Text may be held back, so characters do not tell it."""
     logprobs: list[TokenLogprobs] = []
     """One per entry of `token_ids`, if requested."""
     prompt_token_ids: list[int] = []
@@ -43,10 +69,15 @@ class TextDelta(msgspec.Struct, frozen=True, tag="text"):
     prompt_logprobs: list[TokenLogprobs | None] = []
     """In the first delta of output 0, if requested: one per prompt token, None for the first."""
 
+    @property
+    def end(self) -> int:
+        return self.start + len(self.text)
 
-class AudioDelta(msgspec.Struct, frozen=True, tag="audio"):
-    """New samples: little-endian float32 mono in [-1, 1]."""
 
+class AudioDelta(_Numbered, frozen=True, tag="audio"):
+    """New samples, its units: little-endian float32 mono in [-1, 1]."""
+
+    kind: ClassVar[str] = "audio"
     stage: str
     samples: bytes
     sample_rate: int
@@ -56,10 +87,19 @@ class AudioDelta(msgspec.Struct, frozen=True, tag="audio"):
         """[samples] float32."""
         return np.frombuffer(self.samples, dtype="<f4")
 
+    @property
+    def end(self) -> int:
+        return self.start + len(self.samples) // 4
+
+
+IMAGE_START = 1 << 31
+"""Unit of an image that is the image itself; the units before it are its previews, which nobody needs after it."""
+
 
 class ImageDelta(msgspec.Struct, frozen=True, tag="image"):
-    """One image: raw uint8 RGB, row by row."""
+    """One image or a preview of it: raw uint8 RGB, row by row."""
 
+    kind: ClassVar[str] = "image"
     stage: str
     data: bytes
     height: int
@@ -76,10 +116,19 @@ class ImageDelta(msgspec.Struct, frozen=True, tag="image"):
         """[height, width, 3] uint8."""
         return np.frombuffer(self.data, dtype=np.uint8).reshape(self.height, self.width, 3)
 
+    @property
+    def start(self) -> int:
+        return IMAGE_START if self.partial is None else self.partial
+
+    @property
+    def end(self) -> int:
+        return self.start + 1
+
 
 class VideoDelta(msgspec.Struct, frozen=True, tag="video"):
-    """The next frames of a video: raw uint8 RGB, frame by frame, row by row."""
+    """The next frames of a video, its units: raw uint8 RGB, frame by frame, row by row."""
 
+    kind: ClassVar[str] = "video"
     stage: str
     data: bytes
     frames: int
@@ -88,26 +137,29 @@ class VideoDelta(msgspec.Struct, frozen=True, tag="video"):
     fps: float
     index: int = 0
     """Which of the request's videos these belong to."""
-    first: int = 0
-    """Number of this video's frames that precede these."""
+    start: int = 0
 
     @property
     def array(self) -> np.ndarray:
         """[frames, height, width, 3] uint8."""
         return np.frombuffer(self.data, dtype=np.uint8).reshape(self.frames, self.height, self.width, 3)
 
+    @property
+    def end(self) -> int:
+        return self.start + self.frames
+
 
 class EncodedDelta(msgspec.Struct, frozen=True, tag="encoded"):
-    """The next bytes of a file, in the format of `Request.formats`, made by the output stage."""
+    """The next bytes of a file, in the format of `Request.formats`, made by the output stage. Its units are the bytes
+    of the output's files, and one for the end of each."""
 
     stage: str
     """The stage whose output is in the file."""
     kind: str
     """Its modality."""
-    output: int
+    index: int
     """Which of the request's outputs of this kind it is."""
     start: int
-    """Units of this output that precede these: the bytes of its files, and one for the end of each."""
     mime: str
     data: bytes
     last: bool = False
@@ -119,21 +171,13 @@ class EncodedDelta(msgspec.Struct, frozen=True, tag="encoded"):
 
     @property
     def end(self) -> int:
-        """`start` of the delta that follows."""
         return self.start + len(self.data) + self.last
 
 
-def after(delta: EncodedDelta, have: int) -> EncodedDelta | None:
-    """Return a delta without the units that precede `have`; None if nothing is left."""
-    if have >= delta.end:
-        return None
-    skip = max(0, have - delta.start)
-    return msgspec.structs.replace(delta, data=delta.data[skip:], start=delta.start + skip) if skip else delta
-
-
 class ProgressDelta(msgspec.Struct, frozen=True, tag="progress"):
-    """A denoising step is done; sent if the request asks for `progress`."""
+    """A denoising step, its unit, is done; sent if the request asks for `progress`."""
 
+    kind: ClassVar[str] = "progress"
     stage: str
     step: int
     """Steps done so far."""
@@ -141,10 +185,19 @@ class ProgressDelta(msgspec.Struct, frozen=True, tag="progress"):
     index: int = 0
     """Which of the request's images or videos this is about."""
 
+    @property
+    def start(self) -> int:
+        return self.step - 1
 
-class EmbeddingDelta(msgspec.Struct, frozen=True, tag="embedding"):
+    @property
+    def end(self) -> int:
+        return self.step
+
+
+class EmbeddingDelta(_Numbered, frozen=True, tag="embedding"):
     """The embedding of a text, one vector: little-endian float32."""
 
+    kind: ClassVar[str] = "embedding"
     stage: str
     data: bytes
 
@@ -154,16 +207,18 @@ class EmbeddingDelta(msgspec.Struct, frozen=True, tag="embedding"):
         return np.frombuffer(self.data, dtype="<f4")
 
 
-class ScoreDelta(msgspec.Struct, frozen=True, tag="score"):
+class ScoreDelta(_Numbered, frozen=True, tag="score"):
     """How well two texts match, as one number."""
 
+    kind: ClassVar[str] = "score"
     stage: str
     score: float
 
 
-class ClassesDelta(msgspec.Struct, frozen=True, tag="classes"):
+class ClassesDelta(_Numbered, frozen=True, tag="classes"):
     """A classifier's score of each class for a text: little-endian float32."""
 
+    kind: ClassVar[str] = "classes"
     stage: str
     data: bytes
     label: str
@@ -175,9 +230,10 @@ class ClassesDelta(msgspec.Struct, frozen=True, tag="classes"):
         return np.frombuffer(self.data, dtype="<f4")
 
 
-class TokensDelta(msgspec.Struct, frozen=True, tag="tokens"):
+class TokensDelta(_Numbered, frozen=True, tag="tokens"):
     """The prompt as the model sees it; the input stage sends it if a request asks for the modality `tokens`."""
 
+    kind: ClassVar[str] = "tokens"
     stage: str
     token_ids: list[int]
     token_strs: list[str]
@@ -307,3 +363,49 @@ ClientDelta = (
 )
 """Deltas that stages make; the orchestrator adds the others."""
 Delta = ClientDelta | SegmentDelta | ChoiceEnded | TurnEnded | ModelDelta | Finished
+
+
+def stream_of(delta: ClientDelta) -> Stream:
+    """Return the output that a delta is a part of."""
+    return delta.stage, delta.kind, delta.index
+
+
+def after(delta: ClientDelta, have: int, ids: int = 0) -> ClientDelta | None:
+    """Return a delta without the units before `have`, and a text without the token ids before `ids`; None if nothing is
+    left."""
+    if isinstance(delta, TextDelta):
+        return _text_after(delta, max(0, have - delta.start), max(0, ids - delta.first_id))
+    if have >= delta.end:
+        return None
+    skip = have - delta.start
+    if skip <= 0:
+        return delta
+    match delta:
+        case AudioDelta():
+            return msgspec.structs.replace(delta, samples=delta.samples[4 * skip :], start=have)
+        case VideoDelta():
+            data = delta.data[skip * delta.height * delta.width * 3 :]
+            return msgspec.structs.replace(delta, data=data, frames=delta.frames - skip, start=have)
+        case EncodedDelta():
+            return msgspec.structs.replace(delta, data=delta.data[skip:], start=have)
+    raise AssertionError(f"a delta of {delta.kind} is one unit")
+
+
+def _text_after(delta: TextDelta, skip: int, skip_ids: int) -> TextDelta | None:
+    text, token_ids = delta.text[skip:], delta.token_ids[skip_ids:]
+    if not text and not token_ids:
+        return None
+    if not skip and not skip_ids:
+        return delta
+    return msgspec.structs.replace(
+        delta,
+        text=text,
+        token_ids=token_ids,
+        start=delta.end - len(text),
+        first_id=delta.first_id + len(delta.token_ids) - len(token_ids),
+        # ids of an earlier attempt come first and have none
+        logprobs=delta.logprobs[-len(token_ids) :] if token_ids else [],
+        # what is known of the prompt came with the first token
+        prompt_token_ids=[],
+        prompt_logprobs=[],
+    )

@@ -181,8 +181,6 @@ class Emission(msgspec.Struct):
     turn: TurnEnd | None = None
     """Set if a turn of an open request ended with these units."""
     deltas: list[ClientDelta] = []
-    position: int = 0
-    """Where the deltas start in the client stream of this output and attempt: characters, samples or images."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     modality_tokens: dict[str, int] = {}

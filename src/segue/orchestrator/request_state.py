@@ -9,29 +9,23 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import msgspec
-
 from segue.graph.stage_graph import Walk
 from segue.messages.deltas import (
     AudioDelta,
     Choice,
     ChoiceEnded,
-    ClassesDelta,
     ClientDelta,
     Delta,
-    EmbeddingDelta,
     EncodedDelta,
     Finished,
     ImageDelta,
-    ProgressDelta,
     RequestMetrics,
-    ScoreDelta,
+    Stream,
     TextDelta,
-    TokensDelta,
     TurnEnded,
     Usage,
-    VideoDelta,
     after,
+    stream_of,
 )
 from segue.messages.request import Piece, Request
 from segue.messages.units import TurnEnd, Unit, ids_of
@@ -96,11 +90,8 @@ class RequestState:
     """Autoregressive stage → the turns that ended among the units of its output, if the request is open."""
     appended: list[Piece | None] = field(default_factory=list)
     """What was appended to the open request, in order; None: its input was closed."""
-    delivered: dict[tuple[str, int], int] = field(default_factory=dict)
-    """(stage, output) → number of characters or samples that the client has."""
-    shown: dict[tuple[str, str, int], int] = field(default_factory=dict)
-    """(stage, kind, index of an output) → number of steps reported, or of previews, images (1), frames or units of
-    files that the client has."""
+    delivered: dict[Stream, int] = field(default_factory=dict)
+    """Output → units that the client has."""
     waiting: set[str] = field(default_factory=set)
     """Stages to start as soon as their groups have a ready worker."""
     losses: Counter[str] = field(default_factory=Counter)
@@ -136,32 +127,24 @@ class RequestState:
 
     def took(self, emission: Emission) -> list[Delta]:
         """Record an emission; return the deltas that the client does not have (each attempt streams from the start)."""
-        stage, place = emission.stage, (emission.stage, emission.index)
-        fresh_ids: list[int] = []
+        stage, had_ids = emission.stage, 0
         if emission.units:
             journal = self.journal.setdefault(stage, {}).setdefault(emission.index, [])
-            fresh_units = emission.units[max(0, len(journal) - emission.first_index) :]
-            journal.extend(fresh_units)
-            fresh_ids = ids_of(fresh_units)
+            had_ids = len(journal)
+            journal.extend(emission.units[max(0, had_ids - emission.first_index) :])
         if stage in (self.reader, self.input):  # whichever of them counts the prompt
             self.usage.cached_tokens = self.usage.cached_tokens or emission.cached_tokens
             if emission.prompt_tokens > self.usage.prompt_tokens:  # input may be appended
                 self.usage.prompt_tokens = emission.prompt_tokens
                 self.usage.prompt_modalities = emission.modality_tokens
-        position = emission.position
         fresh: list[Delta] = []
         for delta in emission.deltas:
-            if isinstance(delta, ImageDelta | VideoDelta | EncodedDelta | ProgressDelta):
-                if (unseen := self._unseen(delta)) is not None:
-                    fresh.append(unseen)
-                continue
-            have = self.delivered.get(place, 0)
-            new, length = _after(delta, have - position, fresh_ids)
-            position += length
-            self.delivered[place] = max(have, position)
-            if new is not None:
+            stream = stream_of(delta)
+            have = self.delivered.get(stream, 0)
+            self.delivered[stream] = max(have, delta.end)
+            if (new := after(delta, have, had_ids)) is not None:
                 fresh.append(new)
-                self._note_first(new)
+                self._count(new)
         if emission.turn is not None:
             ended = self.turns.setdefault(stage, [])
             if not ended or emission.turn.units > ended[-1].units:
@@ -172,44 +155,6 @@ class RequestState:
             self.ends_sent.add(emission.index)
             fresh += [ChoiceEnded(stage, choice) for choice in self._choices([emission.end])]
         return fresh
-
-    def _unseen(self, delta: ImageDelta | VideoDelta | EncodedDelta | ProgressDelta) -> ClientDelta | None:
-        """Return the part of images, frames, files or steps that the client does not have. They carry their own index,
-        because a recovery may change the order of a request's outputs."""
-        if isinstance(delta, EncodedDelta):
-            place = (delta.stage, delta.kind, delta.output)
-            have = self.shown.get(place, 0)
-            self.shown[place] = max(have, delta.end)
-            if (new := after(delta, have)) is not None:
-                self._note_first(new)
-                if new.last and (tokens := int(new.facts.get("tokens", 0))):
-                    made = self.usage.completion_modalities
-                    made[new.kind] = made.get(new.kind, 0) + tokens
-            return new
-        if isinstance(delta, ProgressDelta):
-            return delta if self._advance("progress", delta, delta.step) else None
-        if isinstance(delta, VideoDelta):
-            have = self.shown.get((delta.stage, "video", delta.index), 0)
-            self._advance("video", delta, delta.first + delta.frames)
-            return _frames_after(delta, have - delta.first)
-        if delta.partial is None:
-            if not self._advance("image", delta, 1):
-                return None
-            made = self.usage.completion_modalities
-            if delta.tokens:
-                made["image"] = made.get("image", 0) + delta.tokens
-            return delta
-        if (delta.stage, "image", delta.index) in self.shown:
-            return None  # a preview of an image that the client already has
-        return delta if self._advance("partial", delta, delta.partial + 1) else None
-
-    def _advance(self, kind: str, delta: ImageDelta | VideoDelta | ProgressDelta, to: int) -> bool:
-        """Record that the client has `to` units of a kind; False if it already had them."""
-        place = (delta.stage, kind, delta.index)
-        if to <= self.shown.get(place, 0):
-            return False
-        self.shown[place] = to
-        return True
 
     def ended(self, done: StageDone) -> None:
         """Record the end of a stage."""
@@ -269,44 +214,25 @@ class RequestState:
             for end in ends
         ]
 
-    def _note_first(self, delta: ClientDelta) -> None:
-        now = time.monotonic() - self.admitted
-        if isinstance(delta, TextDelta) and self.metrics.ttft is None:
-            self.metrics.ttft = now
-        elif isinstance(delta, AudioDelta):
-            if self.metrics.ttfa is None:
-                self.metrics.ttfa = now
-            self.metrics.audio_seconds += len(delta.samples) / 4 / delta.sample_rate
-        elif isinstance(delta, EncodedDelta) and delta.kind == "audio":
-            if self.metrics.ttfa is None:
-                self.metrics.ttfa = now
-            self.metrics.audio_seconds = delta.facts["seconds"]
-
-
-def _after(delta: ClientDelta, skip: int, fresh_ids: list[int]) -> tuple[ClientDelta | None, int]:
-    """Return (the delta without its first `skip` units, or None if nothing is left; the whole delta's length)."""
-    skip = max(0, skip)
-    if isinstance(delta, TextDelta):
-        text = delta.text[skip:]
-        # log-probabilities belong to the last ids of a delta: keep those of the new ids
-        logprobs = delta.logprobs[-len(fresh_ids) :] if fresh_ids else []
-        new = msgspec.structs.replace(delta, text=text, token_ids=fresh_ids, logprobs=logprobs)
-        return (new if text or fresh_ids else None), len(delta.text)
-    if isinstance(delta, AudioDelta):
-        samples = delta.samples[4 * skip :]
-        return (AudioDelta(delta.stage, samples, delta.sample_rate) if samples else None), len(delta.samples) // 4
-    assert isinstance(delta, EmbeddingDelta | ScoreDelta | ClassesDelta | TokensDelta)
-    return (None if skip else delta), 1
-
-
-def _frames_after(delta: VideoDelta, skip: int) -> VideoDelta | None:
-    """Return a piece of video without its first `skip` frames; None if nothing is left."""
-    if skip <= 0:
-        return delta
-    if skip >= delta.frames:
-        return None
-    data = delta.data[skip * delta.height * delta.width * 3 :]
-    return msgspec.structs.replace(delta, data=data, frames=delta.frames - skip, first=delta.first + skip)
+    def _count(self, delta: ClientDelta) -> None:
+        """Count what the client gets."""
+        now, tokens = time.monotonic() - self.admitted, 0
+        match delta:
+            case TextDelta():
+                self.metrics.ttft = now if self.metrics.ttft is None else self.metrics.ttft
+            case AudioDelta():
+                self.metrics.ttfa = now if self.metrics.ttfa is None else self.metrics.ttfa
+                self.metrics.audio_seconds += len(delta.samples) / 4 / delta.sample_rate
+            case EncodedDelta(kind="audio"):
+                self.metrics.ttfa = now if self.metrics.ttfa is None else self.metrics.ttfa
+                self.metrics.audio_seconds = delta.facts["seconds"]
+            case EncodedDelta():
+                tokens = int(delta.facts.get("tokens", 0)) if delta.last else 0
+            case ImageDelta():
+                tokens = delta.tokens
+        if tokens:
+            made = self.usage.completion_modalities
+            made[delta.kind] = made.get(delta.kind, 0) + tokens
 
 
 def _modality_below(stage: str, walk: Walk) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,6 @@ from segue.messages.deltas import (
     ClassesDelta,
     ClientDelta,
     EmbeddingDelta,
-    EncodedDelta,
     ImageDelta,
     ProgressDelta,
     ScoreDelta,
@@ -68,10 +67,8 @@ class Visit:
     next_seq: dict[str, int]
     began: float
     first: float = 0.0
-    positions: dict[int, int] = field(default_factory=dict)
-    """Output → units of the client stream made so far in this attempt (characters, samples)."""
-    filed: int = 0
-    """Samples sent to the output stage so far in this attempt."""
+    made: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """(kind, output) → units made so far in this attempt, for the client or the output stage."""
     ends: list[OutputEnd] = field(default_factory=list)
     """Ends of the finished outputs; the request is done when all have ended."""
     started: float = 0.0
@@ -158,12 +155,12 @@ class StageRunner:
 
     def emission(self, visit: Visit, output: StageOutput) -> Emission | None:
         """Return the report of an output to the orchestrator, or None if there is nothing to report."""
-        deltas = client_deltas(visit.request, output)
+        deltas = client_deltas(visit.request, output, visit.made)
         end = end_of(output) if output.finished and visit.request.outputs > 1 else None
         turn = turn_end_of(output) if output.turn_ended else None
         if not deltas and not output.token_ids and not output.prompt_tokens and end is None:
             return None
-        emission = Emission(
+        return Emission(
             request_id=output.request_id,
             stage=self.plan.name,
             attempt=visit.begin.attempt,
@@ -172,14 +169,11 @@ class StageRunner:
             first_index=output.first_index,
             turn=turn,
             deltas=deltas,
-            position=visit.positions.get(output.index, 0),
             prompt_tokens=output.prompt_tokens,
             cached_tokens=output.cached_tokens,
             modality_tokens=output.modality_tokens,
             end=end,
         )
-        visit.positions[output.index] = emission.position + sum(units(delta) for delta in deltas)
-        return emission
 
     def for_output(self, visit: Visit, output: StageOutput) -> dict[str, Any] | None:
         """Return the parts of an output (`segue.media.files`) that go into the client's files."""
@@ -189,8 +183,9 @@ class StageRunner:
         if "audio" in encoded and "samples" in payload and payload["samples"].numel():
             samples = payload["samples"].detach().float().cpu()
             rate = int(payload["sample_rate"])
-            parts.append({"kind": "audio", "output": 0, "start": visit.filed, "data": samples, "sample_rate": rate})
-            visit.filed += len(samples)
+            start = visit.made["audio", 0]
+            parts.append({"kind": "audio", "output": 0, "start": start, "data": samples, "sample_rate": rate})
+            visit.made["audio", 0] += len(samples)
         if encoded and "image" in payload and "image" in visit.request.request.formats:
             parts.append(_image_part(self.plan.name, payload))
         if "video" in encoded and "video" in payload:
@@ -208,56 +203,53 @@ def turn_end_of(output: StageOutput) -> TurnEnd:
     return TurnEnd(output.first_index + len(output.token_ids), output.finish_reason, output.stop_reason)
 
 
-def units(delta: ClientDelta) -> int:
-    """Return the length of a delta in its stream's units: characters, samples, vectors, prompts. Images, frames, files
-    and steps carry their own index and count 0."""
-    if isinstance(delta, TextDelta):
-        return len(delta.text)
-    if isinstance(delta, AudioDelta):
-        return len(delta.samples) // 4
-    if isinstance(delta, ImageDelta | VideoDelta | EncodedDelta | ProgressDelta):
-        return 0
-    return 1
-
-
 def _own(request: Request) -> Request:
     """Return a request in the terms of its model, which knows its stages by their own names."""
     sampling = {own_name(stage): params for stage, params in request.sampling.items()}
     return msgspec.structs.replace(request, sampling=sampling)
 
 
-def client_deltas(request: StageRequest, output: StageOutput) -> list[ClientDelta]:
-    """Return the part of an output that the client asked for; data only for the client leave the payload."""
+def client_deltas(request: StageRequest, output: StageOutput, made: Counter[tuple[str, int]]) -> list[ClientDelta]:
+    """Return the part of an output that the client asked for; data only for the client leave the payload.
+
+    `made` counts the units of the request's outputs so far.
+    """
+    payload: dict[str, Any] = output.payload or {}
+    if own_name(request.stage) == OUTPUT:
+        member = member_of(request.stage)
+        files = payload.get("deltas", ())
+        return [msgspec.structs.replace(delta, stage=full_name(member, delta.stage)) for delta in files]
     deltas: list[ClientDelta] = []
+
+    def place(kind: str) -> dict[str, int]:
+        return {"index": output.index, "start": made[kind, output.index]}
+
     if "text" in request.to_client and (output.text or output.token_ids):
         deltas.append(
             TextDelta(
                 request.stage,
                 output.text,
                 output.token_ids,
-                output.index,
+                output.first_index,
                 logprobs=output.logprobs,
                 prompt_token_ids=output.prompt_token_ids,
                 prompt_logprobs=output.prompt_logprobs,
+                **place("text"),
             )
         )
-    payload: dict[str, Any] = output.payload or {}
-    if own_name(request.stage) == OUTPUT:
-        member = member_of(request.stage)
-        made = payload.get("deltas", ())
-        return [msgspec.structs.replace(delta, stage=full_name(member, delta.stage)) for delta in made]
     if "audio" in request.to_client and "samples" in payload:
         samples = payload["samples"]
         if samples.numel():
-            deltas.append(AudioDelta(request.stage, _floats(samples), int(payload["sample_rate"])))
+            deltas.append(AudioDelta(request.stage, _floats(samples), int(payload["sample_rate"]), **place("audio")))
     if "embedding" in request.to_client and "embedding" in payload:
-        deltas.append(EmbeddingDelta(request.stage, _floats(payload["embedding"])))
+        deltas.append(EmbeddingDelta(request.stage, _floats(payload["embedding"]), **place("embedding")))
     if "score" in request.to_client and "score" in payload:
-        deltas.append(ScoreDelta(request.stage, float(payload["score"])))
+        deltas.append(ScoreDelta(request.stage, float(payload["score"]), **place("score")))
     if "classes" in request.to_client and "classes" in payload:
-        deltas.append(ClassesDelta(request.stage, _floats(payload["classes"]), payload["label"]))
+        classes = _floats(payload["classes"])
+        deltas.append(ClassesDelta(request.stage, classes, payload["label"], **place("classes")))
     if TOKENS in request.to_client and TOKENS in payload:
-        tokens = payload.pop(TOKENS)
+        tokens: dict[str, Any] = {**payload.pop(TOKENS), **place(TOKENS)}
         deltas.append(TokensDelta(request.stage, **tokens))
     # previews go to the client even if it asked for a video
     if "image" in payload and ("image" in request.to_client or (request.to_client and "partial" in payload)):
@@ -267,6 +259,8 @@ def client_deltas(request: StageRequest, output: StageOutput) -> list[ClientDelt
     asked = request.request.diffusion
     if output.progress is not None and asked is not None and asked.progress:
         deltas.append(ProgressDelta(request.stage, *output.progress, output.index))
+    for delta in deltas:
+        made[delta.kind, delta.index] = delta.end
     return deltas
 
 

@@ -68,7 +68,7 @@ def check_deltas(deltas: list[Delta]) -> None:
         steps = [delta.step for delta in deltas if isinstance(delta, ProgressDelta) and delta.index == index]
         assert steps == [1, 2, 3, 4, 5, 6]
         pieces = [delta for delta in deltas if isinstance(delta, VideoDelta) and delta.index == index]
-        assert [(piece.first, piece.frames, piece.fps) for piece in pieces] == [
+        assert [(piece.start, piece.frames, piece.fps) for piece in pieces] == [
             (0, 1, 16.0),
             (1, 4, 16.0),
             (5, 4, 16.0),

@@ -95,7 +95,7 @@ def test_actions_appended_late_give_what_they_give_at_once(system: System, autho
     end, made = system.in_time(body, lambda found: killed is None or found[0].metrics.attempts > 1)
     codes, video = author.imagine(frames, actions)
     assert end.token_ids["trunk"] == codes
-    assert [(delta.first, delta.frames) for delta in made] == [(0, 1), (1, 1), (2, 1)]
+    assert [(delta.start, delta.frames) for delta in made] == [(0, 1), (1, 1), (2, 1)]
     np.testing.assert_allclose(np.concatenate([delta.array for delta in made]), video, atol=0.5 + 1e-2)
     assert end.metrics.attempts == (1 if killed is None else 2)
 

@@ -44,7 +44,7 @@ async def file_of(omni: AsyncOmni, asked: Request, tokens: int = TOKENS) -> byte
         if isinstance(delta, TextDelta):
             text += delta.text
         elif isinstance(delta, EncodedDelta):
-            assert (delta.stage, delta.kind, delta.output, delta.start, ended) == ("tone", "audio", 0, len(data), False)
+            assert (delta.stage, delta.kind, delta.index, delta.start, ended) == ("tone", "audio", 0, len(data), False)
             data, ended = data + delta.data, delta.last
         elif isinstance(delta, Finished):
             assert delta.usage.completion_modalities == {"text": tokens}

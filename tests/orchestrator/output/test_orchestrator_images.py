@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from segue.messages.wire import Emission
 from segue.orchestrator.client_queue import ClientQueue
 from segue.orchestrator.outputs import Collector
 from segue.orchestrator.request_state import RequestState
-from segue.worker.stage import client_deltas
+from segue.worker import stage
 
 
 def took(books: RequestState, *deltas: ClientDelta, attempt: int = 0) -> list[ClientDelta]:
@@ -86,6 +87,10 @@ def test_collected_by_index_without_previews() -> None:
 def stage_request(*to_client: str, **diffusion: Any) -> StageRequest:
     request = Request(request_id="r", diffusion=DiffusionParams(**diffusion))
     return StageRequest("r", "decoder", request, FALLBACK, 0, frozenset(), frozenset(), frozenset(to_client))
+
+
+def client_deltas(request: StageRequest, output: StageOutput) -> list[ClientDelta]:
+    return stage.client_deltas(request, output, Counter())
 
 
 def test_what_a_stage_tells_the_client() -> None:

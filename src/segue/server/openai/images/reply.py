@@ -22,7 +22,7 @@ async def whole_images(asked: ImageRequest, service: Service, metrics: ServerMet
     async with aclosing(_deltas(asked, service, metrics)) as deltas:
         async for delta in deltas:
             if isinstance(delta, EncodedDelta) and delta.kind == "image":
-                images[delta.output] = delta
+                images[delta.index] = delta
             elif isinstance(delta, Finished):
                 end = delta
     if end is None or not images:
@@ -78,7 +78,7 @@ async def _deltas(asked: ImageRequest, service: Service, metrics: ServerMetrics)
 def _image(asked: ImageRequest, delta: EncodedDelta) -> dict[str, object]:
     return {
         "b64_json": delta.data.decode(),
-        "image_index": delta.output,
+        "image_index": delta.index,
         "created_at": int(time.time()),
         "size": _size(delta),
         "seed": asked.request.seed,
