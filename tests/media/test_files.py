@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import itertools
 from typing import Any
@@ -13,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from segue.media.files import FileSet
+from segue.media.audio_file import AudioFile
+from segue.media.files import BASE64_BYTES, FileSet
 from segue.messages.deltas import EncodedDelta, after
-from segue.messages.formats import IMAGE_FORMATS, Format
+from segue.messages.formats import AUDIO_FORMATS, IMAGE_FORMATS, Format
 
 FORMATS = {
     "audio": Format(name="flac"),
@@ -71,6 +73,30 @@ def test_the_bytes_do_not_depend_on_the_parts(data: st.DataObject) -> None:
         restarted = [(0, spans[again - 1][1])] if again else []
         pieces += [(kind, *span) for span in (*spans[:again], *restarted, *spans[again:])]
     assert contents(made(pieces)) == WHOLE
+
+
+@pytest.mark.parametrize("name", AUDIO_FORMATS)
+@given(data=st.data())
+def test_pieces_of_base64_decode_by_themselves(name: str, data: st.DataObject) -> None:
+    """Joined, they are the base64 text of the file. A client that lost its output worker gets the rest of it in pieces
+    of other borders."""
+    samples = UNITS["audio"][0]
+    file = AudioFile(Format(name=name), 24_000)
+    expected = file.feed(samples) + file.finish()
+    cuts = sorted({0, len(samples), *data.draw(st.lists(st.integers(0, len(samples)), max_size=6))})
+    files = FileSet({"audio": Format(name=name, base64=True)})
+    deltas: list[EncodedDelta] = []
+    for start, end in itertools.pairwise(cuts):
+        part = {"kind": "audio", "output": 0, "start": start, "data": samples[start:end], "sample_rate": 24_000}
+        deltas += files.feed("maker", part)
+    deltas += files.finish(["maker"])
+    assert b"".join(delta.data for delta in deltas) == base64.b64encode(expected)
+    have = data.draw(st.sampled_from(deltas)).start
+    cut = 8 * data.draw(st.integers(0, have // 8))
+    rest = [new for delta in deltas if (new := after(delta, cut)) is not None]
+    pieces = [base64.b64decode(delta.data, validate=True) for delta in rest]
+    assert b"".join(pieces) == expected[cut // 8 * 6 :]
+    assert all(len(piece) % BASE64_BYTES == 0 for piece in pieces[:-1])
 
 
 @given(have=st.integers(0, 20_000), kind=st.sampled_from(sorted(UNITS)))

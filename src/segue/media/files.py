@@ -32,6 +32,8 @@ PREVIEW = "preview"
 """The kind of previews of an unfinished image; they have the image's format, and number `start`."""
 POSTER = "poster"
 """The kind of a video's first frame."""
+BASE64_BYTES = 6
+"""Pieces of base64 are made of a multiple of this, so that each decodes by itself, to whole 16-bit samples."""
 FRAMES = 8
 """Most frames of a video that are encoded at once."""
 _PIECE = 1 << 20
@@ -111,6 +113,8 @@ class FileSet:
     """Units that have arrived."""
     _sent: dict[Key, int] = field(default_factory=dict)
     """Units of `EncodedDelta` that have been made."""
+    _rest: dict[Key, bytes] = field(default_factory=dict)
+    """Bytes of a file that wait for others, to be written in base64 together."""
     _audio: dict[Key, _Audio] = field(default_factory=dict)
     _videos: dict[Key, _Video | _Fragmented] = field(default_factory=dict)
 
@@ -166,8 +170,8 @@ class FileSet:
     def _samples(self, key: Key, samples: np.ndarray[Any, Any], sample_rate: int) -> list[EncodedDelta]:
         audio = self._audio.get(key) or self._begin(key, sample_rate)
         audio.seconds += len(samples) / sample_rate
-        data = audio.file.feed(samples)
-        return [self._delta(key, data, audio.facts)] if data else []
+        made = self._delta(key, audio.file.feed(samples), audio.facts)
+        return [made] if made.data else []
 
     def _frames(self, key: Key, frames: np.ndarray[Any, Any], fps: float) -> list[EncodedDelta]:
         height, width = frames.shape[1:3]
@@ -200,8 +204,14 @@ class FileSet:
         if key[1] != POSTER:
             kind = "image" if key[1] == PREVIEW else key[1]
             form = self.formats[kind]
-            data = base64.b64encode(data) if form.base64 else data
+            data = self._base64(key, data, last=last) if form.base64 else data
             mime = FORMATS[kind][form.name]
         made = EncodedDelta(*key, self._sent.get(key, 0), mime, data, last=last, facts=dict(facts))
         self._sent[key] = made.end
         return made
+
+    def _base64(self, key: Key, data: bytes, *, last: bool) -> bytes:
+        data = self._rest.pop(key, b"") + data
+        whole = len(data) if last else len(data) - len(data) % BASE64_BYTES
+        self._rest[key] = data[whole:]
+        return base64.b64encode(data[:whole])

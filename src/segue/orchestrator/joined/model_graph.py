@@ -238,12 +238,14 @@ class ServedGraph:
 
 def _formats(request: Request, needs: Needs, number: int | None) -> dict[str, Format]:
     """The formats of the files that the client gets from a model. Generation `number` is that part of the file, whose
-    header cannot state the length of the whole; in base64 the parts could not be joined."""
+    header cannot state the length of the whole; one base64 text could not be joined of those of its parts."""
     formats = {modality: form for modality, form in request.formats.items() if modality in needs.plain}
     if number is None:
         return formats
     return {
-        modality: msgspec.structs.replace(form, whole=False, base64=False, part=form.part + number)
+        modality: msgspec.structs.replace(
+            form, whole=False, base64=form.base64 and not form.whole, part=form.part + number
+        )
         for modality, form in formats.items()
     }
 

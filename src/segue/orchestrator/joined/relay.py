@@ -212,7 +212,7 @@ class _Relay:
         try:
             said = in_turn(passages.begun(), lambda passage: self._said(member, link, passage, next(numbers), goes_on))
             form = self._request.formats.get("audio")
-            joined = in_base64(said) if form is not None and form.base64 else said
+            joined = in_base64(said) if form is not None and form.base64 and form.whole else said
             async with aclosing(said), aclosing(joined):
                 async for delta in joined:
                     yield delta
@@ -289,7 +289,10 @@ class _Relay:
 
 
 async def in_base64(deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
-    """Encode files that are joined into one, as one text of base64."""
+    """Encode files that are joined into one, as one text of base64.
+
+    Only here, because a file's end moves the borders in all that follows; a client that streams decodes each piece.
+    """
     rest, last = b"", None
     async for delta in deltas:
         if not isinstance(delta, EncodedDelta):

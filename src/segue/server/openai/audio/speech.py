@@ -6,7 +6,6 @@ appended to a running request, else sentence by sentence.
 
 from __future__ import annotations
 
-import base64
 import itertools
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -36,7 +35,8 @@ from segue.server.settings import ServerSettings
 async def encoded(deltas: AsyncGenerator[Delta]) -> AsyncGenerator[tuple[bytes, list[Usage]]]:
     """Yield the pieces of the file as they are made, none of them empty but the last, which has the usages.
 
-    `deltas`: of one text or several, each with its `Finished`. Raises `StageFailed` for a text without audio.
+    `deltas`, whose bytes may be base64: of one text or several, each with its `Finished`. Raises `StageFailed` for a
+    text without audio.
     """
     usages: list[Usage] = []
     audible = False
@@ -69,7 +69,7 @@ async def speech_events(deltas: AsyncGenerator[Delta]) -> AsyncGenerator[dict[st
     async with aclosing(encoded(deltas)) as pieces:
         async for piece, usages in pieces:
             if piece:
-                yield {"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()}
+                yield {"type": "speech.audio.delta", "audio": piece.decode()}
             if usages:
                 yield {"type": "speech.audio.done", "usage": _total(usages)}
 

@@ -135,6 +135,8 @@ def _asked(
     if not SLOWEST <= speed <= FASTEST:
         raise wrong("speed", body.speed, f"a number from {SLOWEST:g} to {FASTEST:g}")
     voice = _voice(body, card)
+    rate = PCM_RATE if form == "pcm" else None
+    audio = Format(name=_OWN.get(form, form), rate=rate, speed=speed, base64=stream == "sse")
     parts: list[Part] = [TextPart(text)]
     if (recording := _recording(body, says, settings)) is not None:
         parts.insert(0, recording)
@@ -142,7 +144,7 @@ def _asked(
         request_id=new_id("speech"),
         messages=[Message("user", parts)],
         modalities=["audio"],
-        formats={"audio": Format(name=_OWN.get(form, form), rate=PCM_RATE if form == "pcm" else None, speed=speed)},
+        formats={"audio": audio},
         voice=voice,
         sampling=_sampling(body.sampling, card, says),
         seed=body.seed,

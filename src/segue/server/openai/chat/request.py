@@ -238,9 +238,7 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
         answering["written"]["messages"] = "prompt_token_ids"
     request_id = new_id("chatcmpl")
     formats = {
-        "audio": Format(
-            name=audio_format, whole=not body.stream, base64=not body.stream
-        ),  # whole, it states its length
+        "audio": Format(name=audio_format, whole=not body.stream, base64=True),  # whole, it states its length
         "image": Format(name="png", base64=True),
     }
     requests = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -98,7 +97,7 @@ class _StreamedChoice:
     def _audio(self, delta: EncodedDelta) -> dict[str, Any]:
         return {
             "id": self._audio_id,
-            "data": base64.b64encode(delta.data).decode(),
+            "data": delta.data.decode(),
             "format": self._chat.audio_format,
             "sample_rate": delta.facts["sample_rate"],
         }
