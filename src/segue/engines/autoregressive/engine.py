@@ -22,7 +22,7 @@ from segue.engines.autoregressive.schedule.jobs import Decision, Job, Run
 from segue.engines.autoregressive.schedule.policies import rank
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.speculation.speculation import NO_SPECULATION, Speculation
-from segue.engines.autoregressive.step.active import ActiveSequences, Removal
+from segue.engines.autoregressive.step.active import ActiveSequences
 from segue.engines.autoregressive.step.complete import Completion
 from segue.engines.autoregressive.step.dispatch import StepInFlight
 from segue.engines.autoregressive.step.inputs import Scheduled
@@ -77,9 +77,8 @@ class AutoregressiveEngine:
         self._ranks = ranks
         own = grammars or Grammars.of(self._model)
         self._grammars: Grammars | SharedGrammars = own if ranks.alone else SharedGrammars(own, ranks)
-        self._active = ActiveSequences(resources.scheduler)
-        self._removal = Removal(self._active, resources.pool, resources.store, speculation)
-        self._completion = Completion(resources, self._active, self._removal, speculation)
+        self._active = ActiveSequences(resources.scheduler, resources.pool, resources.store, speculation)
+        self._completion = Completion(resources, self._active, speculation)
         self._between: list[StageOutput] = []
         """Outputs of requests that ended between steps (by a chunk): emitted by the next step."""
         self._serial = 0
@@ -123,7 +122,7 @@ class AutoregressiveEngine:
         self._stalled = False
         try:
             if fed.nothing:
-                self._removal.drop(request_id)
+                self._active.drop(request_id)
                 self._between += [
                     StageOutput(request_id, index=index, finished=True, finish_reason="stop")
                     for index in range(sequence.request.outputs)
@@ -133,15 +132,15 @@ class AutoregressiveEngine:
                 if isinstance(sequence.branches, BeamGroup) and sequence.prompt is not None:
                     sequence.branches.limit(self._config.num_blocks, self._scheduler.limits)
                 if sequence.over and sequence.reported:
-                    self._removal.drop(request_id)
+                    self._active.drop(request_id)
                     self._between.append(_ended(sequence))
         except SegueError as error:
-            self._between.append(self._removal.fail(request_id, error))
+            self._between.append(self._active.fail(request_id, error))
 
     def cancel(self, request_id: str) -> None:
         """Drop the request and free its blocks."""
         if self._active.of(request_id):
-            self._removal.drop(request_id)
+            self._active.drop(request_id)
             self._stalled = False  # other requests may get its blocks
         self._between = [output for output in self._between if output.request_id != request_id]
 
@@ -258,7 +257,7 @@ class AutoregressiveEngine:
                 sequence.take_grammar(self._grammars.grammar(compilation, request.sampling.stop_token_ids or ()))
                 sequence.refresh(self.resources.share_size)
             except SegueError as failed:
-                self._between.append(self._removal.fail(request.request_id, failed))
+                self._between.append(self._active.fail(request.request_id, failed))
             self._stalled = False
 
     # --- a step ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""The active sequences of an engine, by key and by request, in step with the scheduler's queues; and their removal when
-they are finished, failed or cancelled."""
+"""The active sequences of an engine, by key and by request: it adds and removes them together with their entries in the
+scheduler's queues and the drafter's state for them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from segue.messages.errors import SegueError
 class ActiveSequences:
     """The live sequences. A request has one; after its prompt it has one per output, if it asks for several."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, pool: BlockPool, store: KVStore, speculation: Speculation | None) -> None:
         self._scheduler = scheduler
+        self._pool = pool
+        self._store = store
+        self._speculation = speculation
         self._by_key: dict[str, Sequence] = {}
         self._by_request: dict[str, list[Sequence]] = {}
 
@@ -60,29 +63,19 @@ class ActiveSequences:
         members.remove(sequence)
         if not members:
             del self._by_request[sequence.request.request_id]
+        if self._speculation is not None:
+            self._speculation.forget(sequence.job.key)
 
-    def _enter(self, sequence: Sequence) -> None:
-        self._by_key[sequence.job.key] = sequence
-        self._by_request.setdefault(sequence.request.request_id, []).append(sequence)
-
-
-class Removal:
-    """Removes sequences from the active ones, together with the drafter's state for them."""
-
-    def __init__(
-        self, active: ActiveSequences, pool: BlockPool, store: KVStore, speculation: Speculation | None
-    ) -> None:
-        self._active = active
-        self._pool = pool
-        self._store = store
-        self._speculation = speculation
+    def drop(self, request_id: str) -> None:
+        """Remove all sequences of a request."""
+        for sequence in self.of(request_id):
+            self.remove(sequence)
 
     def fail(self, request_id: str, error: SegueError, *, scrub: bool = False) -> StageOutput:
         """Fail a request and return its output. `scrub`: its K and V may hold NaN, which would reach the next owner of
         a block through the masked part of that block."""
         if scrub:
-            held = [block for sequence in self._active.of(request_id) for block in sequence.job.blocks]
-            self.scrub(held)
+            self.scrub([block for sequence in self.of(request_id) for block in sequence.job.blocks])
         self.drop(request_id)
         return StageOutput(request_id, error=error)
 
@@ -90,13 +83,6 @@ class Removal:
         """Zero those of the blocks that no other sequence holds."""
         self._store.scrub(self._pool.private(blocks))
 
-    def drop(self, request_id: str) -> None:
-        """Remove all sequences of a request."""
-        for sequence in self._active.of(request_id):
-            self.remove(sequence)
-
-    def remove(self, sequence: Sequence) -> None:
-        """Remove one sequence of a request."""
-        self._active.remove(sequence)
-        if self._speculation is not None:
-            self._speculation.forget(sequence.job.key)
+    def _enter(self, sequence: Sequence) -> None:
+        self._by_key[sequence.job.key] = sequence
+        self._by_request.setdefault(sequence.request.request_id, []).append(sequence)

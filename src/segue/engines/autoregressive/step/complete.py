@@ -12,7 +12,7 @@ from segue.engines.autoregressive.sample.picks import Pick
 from segue.engines.autoregressive.schedule.jobs import Run
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.speculation.speculation import Speculation
-from segue.engines.autoregressive.step.active import ActiveSequences, Removal
+from segue.engines.autoregressive.step.active import ActiveSequences
 from segue.engines.autoregressive.step.dispatch import Ran, StepResult
 from segue.engines.autoregressive.step.inputs import Scheduled
 from segue.engines.autoregressive.step.outputs import accept, announce, give_rows, nothing_left
@@ -26,14 +26,11 @@ from segue.messages.units import TurnEnd
 class Completion:
     """Gives each sequence its tokens and rows, and removes the sequences that have ended."""
 
-    def __init__(
-        self, resources: Resources, active: ActiveSequences, removal: Removal, speculation: Speculation | None
-    ) -> None:
+    def __init__(self, resources: Resources, active: ActiveSequences, speculation: Speculation | None) -> None:
         self._store = resources.store
         self._scheduler = resources.scheduler
         self._share_size = resources.share_size
         self._active = active
-        self._removal = removal
         self._speculation = speculation
         self.generated_tokens = 0
         """Total since the start."""
@@ -44,7 +41,7 @@ class Completion:
         """Fail the requests of a batch for which the model returned nothing."""
         here = (sequence for sequence, _ in scheduled if sequence in self._active)
         ids = dict.fromkeys(sequence.request.request_id for sequence in here)
-        return [self._removal.fail(request_id, error, scrub=True) for request_id in ids]
+        return [self._active.fail(request_id, error, scrub=True) for request_id in ids]
 
     def outputs(self, scheduled: Seq[Scheduled], ran: Ran, result: StepResult) -> list[StageOutput]:
         """Outputs of a step in the order of the flat batch, then those of beam searches that have ended."""
@@ -57,7 +54,7 @@ class Completion:
                 outputs += self._given(sequence, run, ran, result.picks, slice(begin, end), finite=finite)
             elif not finite:
                 # its request failed in this step or ended before it completed: its blocks have no new owner yet
-                self._removal.scrub(run.job.blocks)
+                self._active.scrub(run.job.blocks)
         return outputs + self._advance(ran.searches)
 
     def _given(
@@ -76,9 +73,9 @@ class Completion:
             return []
         if broken:
             error = StageFailed("the model gave NaN or infinity for this request", stage=sequence.request.stage)
-            return [self._removal.fail(request_id, error, scrub=True)]
+            return [self._active.fail(request_id, error, scrub=True)]
         if any(picked.stuck for picked in taken):
-            return [self._removal.fail(request_id, nothing_left(sequence))]
+            return [self._active.fail(request_id, nothing_left(sequence))]
         if ran.captured is None and self._store.rows is not None:
             sequence.shareable = False  # a block without captured rows is useless to sequences that want rows
         self.prefill_tokens += max(0, min(run.stop, sequence.prompt_length) - run.start)
@@ -91,14 +88,14 @@ class Completion:
         for branch in (sequence, *forks):
             output, new = self._output(branch, run, picks.get(branch.job.key), captured, forked=bool(forks))
             if output.error is not None:
-                return [*outputs, self._removal.fail(output.request_id, output.error)]
+                return [*outputs, self._active.fail(output.request_id, output.error)]
             if branch.over and branch.job.computed >= branch.job.ready:
                 new = output.finished = True
                 output.finish_reason, output.stop_reason = branch.last_end
             if new:
                 outputs += branch.branches.give(output) if isinstance(branch.branches, Forks) else [output]
             if output.finished:
-                self._removal.remove(branch)
+                self._active.remove(branch)
             elif output.turn_ended:
                 outputs += self._end_turn(branch, output)
         return outputs
@@ -108,7 +105,7 @@ class Completion:
         try:
             sequence.end_turn(TurnEnd(sequence.emitted, output.finish_reason, output.stop_reason))
         except SegueError as error:
-            return [self._removal.fail(output.request_id, error)]
+            return [self._active.fail(output.request_id, error)]
         sequence.refresh(self._share_size)
         return []
 
@@ -165,7 +162,7 @@ class Completion:
             try:
                 ended = search.advance(self._active, self._share_size)
             except SegueError as error:
-                outputs.append(self._removal.fail(request_id, error, scrub=True))
+                outputs.append(self._active.fail(request_id, error, scrub=True))
             else:
                 outputs += ended
                 self.generated_tokens += sum(len(output.token_ids) for output in ended)
