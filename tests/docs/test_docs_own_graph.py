@@ -29,8 +29,9 @@ def test_the_arguments_are_all() -> None:
     listed = [name for row in rows(PAGE, "## Models") for name in names(row[0])]
     assert listed == list(inspect.signature(ModelGraph.model).parameters)[1:]
     text = PAGE.read_text()
-    for name in list(inspect.signature(ModelGraph.edge).parameters)[1:]:
-        assert name in text.partition("`graph.edge(")[2].partition(")`")[0]
+    for method in (ModelGraph.edge, ModelGraph.reuse):
+        shown = text.partition(f"`graph.{method.__name__}(")[2].partition(")`")[0]
+        assert all(name in shown for name in list(inspect.signature(method).parameters)[1:])
 
 
 def test_the_deployment_loads() -> None:

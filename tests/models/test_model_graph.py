@@ -117,6 +117,8 @@ def test_a_file_has_the_graph(directory: Path, tmp_path: Path) -> None:
         ([("think", "hear"), ("think", "speak")], None, "'think' gives 'text' and 'hear' takes 'audio'"),
         ([("a", "b")], {"a": "omni", "b": "speech"}, "say which goes over it: carries='audio' or 'text'"),
         ([("hear", "think", None, "audio"), ("think", "speak")], None, "carries 'audio'; it can carry 'text'"),
+        ([("hear", "think", None, "txet"), ("think", "speak")], None, "carries 'txet'; it can carry 'text'"),
+        ([("hear", "think", None, ""), ("think", "speak")], None, "carries ''; it can carry 'text'"),
         ([("a", "b"), ("a", "c")], dict.fromkeys("abc", "llm"),
          "text could be that of 'b', 'c', and no edge leads from one to the other; mark the one"),
         ([("a", "b")], {"a": "llm", "b": "absent"}, "model 'b': no checkpoint at"),
@@ -144,6 +146,61 @@ def test_names_collide(directory: Path) -> None:
     made.model("a", directory / "llm")
     made.model("a", directory / "ear")
     with pytest.raises(ConfigError, match="two models called 'a'; names must differ"):
+        made.read()
+
+
+def test_a_model_at_two_places_is_there_once(directory: Path) -> None:
+    made = graph(directory, [*CHAIN, ("think", "sum"), ("sum", "echo", functions.upper)])
+    made.reuse("sum", "think")
+    made.reuse("echo", "speak", main=True)
+    models = made.read()
+    assert list(models.members) == ["hear", "think", "speak"]
+    assert models.givers == {"audio": "echo", "text": "sum"}
+    assert models.main == "echo"
+    assert models.graph.main == "speak.vocoder"
+    assert models.graph.takes == graph(directory, CHAIN).read().graph.takes
+    plan = load_plan(models.graph, {}, hardware=MACHINE)
+    assert {name.partition(".")[0] for name in plan.stages} == {"hear", "think", "speak"}
+    assert "sum (think) -> echo (speak)  text" in as_text(plan)
+    assert len(re.findall("== text ==>", as_mermaid(models.graph))) == 4
+    with pytest.raises(ConfigError, match=r"stages has 'echo\.vocoder', but 'echo' reuses the model 'speak'"):
+        load_plan(models.graph, {"stages": {"echo.vocoder": {"threads": 2}}}, hardware=MACHINE)
+
+
+def test_a_place_that_takes_the_request_may_reuse_a_model(directory: Path) -> None:
+    made = graph(directory, [("a", "b")], dict.fromkeys("ab", "llm"))
+    made.reuse("c", "b")
+    made.edge("c", "a")
+    assert made.read().graph.takes == {"text"}
+
+
+def test_mistakes_of_reuse_are_named(directory: Path) -> None:
+    made = graph(directory, CHAIN)
+    made.reuse("echo", "speek")
+    with pytest.raises(ConfigError, match="'echo' reuses 'speek', which is no model of this graph; did you mean 'spea"):
+        made.read()
+    made = graph(directory, CHAIN)
+    made.reuse("hear", "speak")
+    with pytest.raises(ConfigError, match="two models called 'hear'; names must differ"):
+        made.read()
+    made = graph(directory, CHAIN)
+    made.reuse("echo", "speak")
+    with pytest.raises(ConfigError, match="no edge leads to the model 'echo' or from it; add one"):
+        made.read()
+    made.edge("echo", "think")
+    with pytest.raises(ConfigError, match="edge 'echo' -> 'think': nothing can go over it: 'echo' gives 'audio'"):
+        made.read()
+
+
+def test_the_client_gets_one_of_each_modality(directory: Path) -> None:
+    made = graph(
+        directory, [*CHAIN, ("think", "shout")], {"hear": "ear", "think": "llm", "speak": "speech", "shout": "speech"}
+    )
+    with pytest.raises(ConfigError, match="audio could be that of 'speak', 'shout', and no edge leads from one to"):
+        made.read()
+    for name in ("left", "right"):
+        made.model(name, directory / "llm", main=True)
+    with pytest.raises(ConfigError, match="marks 'left', 'right' as main; only one is"):
         made.read()
 
 

@@ -18,3 +18,7 @@ def judged(text: str) -> Any:
 
 def as_messages(text: str) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "<"}, {"role": "user", "content": text}]
+
+
+def doubled(text: str) -> str:
+    return text + text

@@ -1,4 +1,5 @@
-"""A graph of three toys: two take the request, and what they write goes, transformed in the third's worker, to it."""
+"""A graph of three toys: two take the request, and what they write goes, transformed in the third's worker, to it. Two
+of them are at a second place as well: `again` reuses the third, and `after` one that takes the request."""
 
 from __future__ import annotations
 
@@ -26,9 +27,13 @@ class Graph:
     def __init__(self, toy_dir: Path) -> None:
         toys = ModelGraph("toys")
         for name in ("left", "right", "last"):
-            toys.model(name, toy_dir)
+            toys.model(name, toy_dir, main=name == "last")
+        toys.reuse("again", "last")
+        toys.reuse("after", "left")
         toys.edge("left", "last", transform=transforms.judged, carries="text")
         toys.edge("right", "last", transform=transforms.as_messages, carries="text")
+        toys.edge("left", "again", transform=transforms.doubled, carries="text")
+        toys.edge("again", "after", carries="text")
         self.loop = asyncio.new_event_loop()
         self.omni = AsyncOmni(toys, config={"defaults": {"threads": 1}})
         self.loop.run_until_complete(self.omni.start())
@@ -76,6 +81,37 @@ def test_what_two_models_made_goes_to_a_third(graph: Graph) -> None:
     assert (alone.text, alone.models["left"].text) == ("", answer("sea"))
 
 
+def test_a_model_at_two_places_answers_like_two_copies(graph: Graph) -> None:
+    wanted = ["text", "audio", "again.text", "again.audio", "after.text"]
+    output = graph.ask(asked("sea", modalities=wanted, sampling={"again.counter": {"max_tokens": 7}}))
+    again = answer(answer("sea"), 7)
+    assert output.models["again"].text == again[:7]
+    assert output.models["after"].text == answer(again[:7])
+    assert output.text == answer(written("sea"))
+    assert {name: len(ids) for name, ids in output.token_ids.items()} == {
+        "left.counter": 20, "right.counter": 20, "last.counter": 20, "again.counter": 7, "after.counter": 20,
+    }  # fmt: skip
+    alone = graph.ask(asked("sea"))
+    assert alone.token_ids == {name: output.token_ids[name] for name in alone.token_ids}
+    heard, said = output.models["again"].audio, output.audio
+    assert heard is not None
+    assert said is not None
+    assert len(heard.samples) != len(said.samples)
+
+
+def test_a_model_at_two_places_has_its_workers_once(graph: Graph) -> None:
+    health = graph.omni.health()
+    assert {stage.partition(".")[0] for stage in health.stages} == {"left", "right", "last"}
+    assert len({replica.pid for stage in health.stages.values() for replica in stage.replicas}) == 3 * 4
+
+
+def test_sampling_names_a_place(graph: Graph) -> None:
+    with pytest.raises(InvalidRequest, match=r"'again.tone', which does not sample; did you mean 'again.counter'\?"):
+        graph.ask(asked("sea", sampling={"again.tone": {}}))
+    with pytest.raises(InvalidRequest, match=r"sampling.again.counter.n is 2"):
+        graph.ask(asked("sea", modalities=["after.text"], sampling={"again.counter": {"n": 2}}))
+
+
 def test_the_prompt_of_the_model_that_writes_is_tokenized(graph: Graph) -> None:
     assert graph.run(graph.omni.tokenize("ab")) == [1 + ord("a") % 96, 1 + ord("b") % 96]
 
@@ -106,7 +142,7 @@ def test_what_a_transform_does_wrong_is_named(graph: Graph, text: str, error: ty
 )
 def test_killed_at_any_time(graph: Graph, stage: str) -> None:
     async def body() -> None:
-        prompt = asked("sea", modalities=["text", "audio", "left.text"])
+        prompt = asked("sea", modalities=["text", "audio", "left.text", "again.text", "after.text"])
         before = await collect(graph.omni, prompt)
         task = asyncio.create_task(collect(graph.omni, prompt))
         await asyncio.sleep(0)
@@ -114,6 +150,8 @@ def test_killed_at_any_time(graph: Graph, stage: str) -> None:
         output = await task
         assert output.text == before.text == answer(written("sea"))
         assert output.token_ids == before.token_ids
+        assert output.models["again"].text == before.models["again"].text == answer(answer("sea"))
+        assert output.models["after"].text == before.models["after"].text
         assert output.audio is not None
         assert before.audio is not None
         np.testing.assert_array_equal(output.audio.samples, before.audio.samples)

@@ -55,16 +55,27 @@ class StageGraph:
         self._validated = False
         self._members: Mapping[str, StageGraph] = {}
         self._main_member = ""
+        self.places: Mapping[str, str] = {}
+        """In a graph of models: each place in it → the model there. A model can be at several."""
         self.links: tuple[Link, ...] = ()
-        """Between the models of a graph of models."""
+        """Between the places of a graph of models."""
 
     @classmethod
-    def joined(cls, name: str, members: Mapping[str, StageGraph], links: Iterable[Link], main: str) -> Self:
+    def joined(
+        cls,
+        name: str,
+        members: Mapping[str, StageGraph],
+        links: Iterable[Link],
+        main: str,
+        places: Mapping[str, str] | None = None,
+    ) -> Self:
         """Put the graphs of several models side by side: stage `llm` of the model `think` becomes `think.llm`.
 
         Each `Request` is for one of them (`Request.member`); the orchestrator hands their outputs on over `links`.
-        `main`: the model whose main stage makes the main output."""
+        `main`: the model whose main stage makes the main output. `places`: each place of the graph, which `links`
+        name, and the model there; by default each model is at the place with its own name."""
         graph = cls(name)
+        graph.places = dict(zip(members, members, strict=True)) if places is None else dict(places)
         graph._members, graph._main_member, graph.links = dict(members), main, tuple(links)
         graph._declared, graph._drawn = [], []
         for member, one in members.items():
@@ -207,15 +218,20 @@ class StageGraph:
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
         """The named tensors that it declares."""
-        fed = {link.target for link in self.links}
-        taking = [graph._tensors for member, graph in self._members.items() if member not in fed]
+        taking = [graph._tensors for member, graph in self._members.items() if member in self._entries]
         return MappingProxyType({spec.name: spec for specs in (self._tensors, *taking) for spec in specs})
 
     @property
     def takes(self) -> frozenset[str]:
         """Modalities a request may carry."""
+        entries = self._entries if self._members else {""}
+        return frozenset().union(*(stage.takes for stage in self._declared if member_of(stage.name) in entries))
+
+    @property
+    def _entries(self) -> set[str]:
+        """The models of a graph of models that take the client's request."""
         fed = {link.target for link in self.links}
-        return frozenset().union(*(stage.takes for stage in self._declared if member_of(stage.name) not in fed))
+        return {member for place, member in self.places.items() if place not in fed}
 
     @property
     def gives(self) -> frozenset[str]:

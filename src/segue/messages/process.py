@@ -12,9 +12,9 @@ class ModelSource(msgspec.Struct):
 
     family: str
     model_dir: str
-    transforms: dict[str, str] | None = None
-    """In a graph of models, for one that gets its input from others: the model before it → the function that turns its
-    output into input (`segue.graph.functions`), or an empty string. None: the model takes the client's requests."""
+    transforms: list[str] | None = None
+    """In a graph of models, for one that gets its input from others: the functions that turn their outputs into its
+    input (`segue.graph.functions`). None: the model takes nothing but clients' requests."""
 
 
 class WorkerSpec(msgspec.Struct, kw_only=True):
@@ -42,7 +42,7 @@ class WorkerSpec(msgspec.Struct, kw_only=True):
     connector: str
     """Address of this worker's shared-memory connector."""
     load_format: str = "auto"
-    transforms: dict[str, str] | None = None
+    transforms: list[str] | None = None
     """As in `ModelSource`."""
     shared: list[str] = []
     """Stages whose weights it shares with other workers."""

@@ -103,6 +103,8 @@ class Received(msgspec.Struct, frozen=True):
     source: str
     """The model that made it."""
     part: Part
+    transform: str = ""
+    """As in `segue.graph.parts.Link`."""
 
 
 class Request(msgspec.Struct, kw_only=True):

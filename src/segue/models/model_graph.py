@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,14 @@ class Models:
     members: dict[str, Checkpoint]
     """By name; a single model's is empty."""
     givers: dict[str, str] = field(default_factory=dict)
-    """Modality → the model from which the client gets it, in a graph of models."""
+    """Modality → the place from which the client gets it, in a graph of models."""
+    main: str = ""
+    """The place whose main stage makes the main output."""
+
+    @property
+    def places(self) -> Mapping[str, str]:
+        """As in `StageGraph`."""
+        return self.graph.places
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,13 @@ class _Model:
     name: str
     checkpoint: str | Path
     stage: str | None
+    main: bool
+
+
+@dataclass(frozen=True)
+class _Reuse:
+    name: str
+    model: str
     main: bool
 
 
@@ -83,6 +97,7 @@ class ModelGraph:
     def __init__(self, name: str) -> None:
         self.name = name
         self._models: list[_Model] = []
+        self._reused: list[_Reuse] = []
         self._edges: list[_Drawn] = []
 
     def model(self, name: str, checkpoint: str | Path, *, stage: str | None = None, main: bool = False) -> None:
@@ -92,6 +107,14 @@ class ModelGraph:
         output of this stage of it. `main`: the client gets the text of this model, if several could give it.
         """
         self._models.append(_Model(name, checkpoint, stage, main))
+
+    def reuse(self, name: str, model: str, *, main: bool = False) -> None:
+        """Use a model at a further place of the graph: the same workers, with one copy of its weights.
+
+        `name`: of the place, for edges, outputs and `sampling`, as if another model were there. `model`: the name that
+        `model` gave it. `main`: as in `model`.
+        """
+        self._reused.append(_Reuse(name, model, main))
 
     def edge(
         self, source: str, target: str, *, transform: Callable[..., Any] | None = None, carries: str | None = None
@@ -108,25 +131,36 @@ class ModelGraph:
         """Find the checkpoints and check the graph. Raises `ConfigError` for the first mistake, with the remedy."""
         where = f"graph {self.name!r}"
         self._check_names(where)
-        members = {one.name: self._checkpoint(where, one) for one in self._models}
+        found = {one.name: self._checkpoint(where, one) for one in self._models}
+        models = {**{name: name for name in found}, **{one.name: one.model for one in self._reused}}
+        at = {place: found[model] for place, model in models.items()}
         for edge in self._edges:
-            _check_ends(where, edge, members, self._edges)
-        order = topological(self.name, list(members), [Edge(one.source, one.target) for one in self._edges])
-        if len(members) > 1 and (alone := [name for name in order if not self._touching(name)]):
+            _check_ends(where, edge, at, self._edges)
+        order = topological(self.name, list(at), [Edge(one.source, one.target) for one in self._edges])
+        if len(at) > 1 and (alone := [name for name in order if not self._touching(name)]):
             raise ConfigError(f"{where}: no edge leads to the model {alone[0]!r} or from it; add one", field="model")
-        links = [self._link(where, edge, members) for edge in self._edges]
-        givers = self._givers(where, members)
-        marked = next((one.name for one in self._models if one.main), None)
-        main = marked or givers.get("text") or givers[min(givers)]
-        graphs = {name: members[name].graph for name in order}
-        graph = StageGraph.joined(self.name, graphs, links, main)
-        return Models(self.name, graph, {name: members[name] for name in order}, givers)
+        links = [self._link(where, edge, at) for edge in self._edges]
+        givers = self._givers(where, at)
+        main = next(iter(self._marked), None) or givers.get("text") or givers[min(givers)]
+        places = {place: models[place] for place in order}
+        members = {name: found[name] for name in dict.fromkeys(places.values())}
+        graphs = {name: one.graph for name, one in members.items()}
+        graph = StageGraph.joined(self.name, graphs, links, models[main], places)
+        return Models(self.name, graph, members, givers, main)
+
+    @property
+    def _marked(self) -> list[str]:
+        return [one.name for one in self._placed if one.main]
+
+    @property
+    def _placed(self) -> list[_Model | _Reuse]:
+        return [*self._models, *self._reused]
 
     def _check_names(self, where: str) -> None:
         if not self._models:
             raise ConfigError(f"{where} has no models; add them with model(name, checkpoint)", field="model")
         seen: set[str] = set()
-        for one in self._models:
+        for one in self._placed:
             if not isinstance(one.name, str) or not _NAME.fullmatch(one.name) or one.name == INPUT:
                 raise ConfigError(
                     f"{where}: model {one.name!r}: a name must be a letter, then letters, digits, - and _, and not "
@@ -136,8 +170,16 @@ class ModelGraph:
             if one.name in seen:
                 raise ConfigError(f"{where} has two models called {one.name!r}; names must differ", field="model")
             seen.add(one.name)
-        if len(marked := [one.name for one in self._models if one.main]) > 1:
-            raise ConfigError(f"{where} marks {_names(marked)} as main; only one is", field="model")
+        own = [one.name for one in self._models]
+        for reused in self._reused:
+            if reused.model not in own:
+                raise ConfigError(
+                    f"{where}: {reused.name!r} reuses {reused.model!r}, which is no model of this graph"
+                    f"{nearest(reused.model, own)}",
+                    field="model",
+                )
+        if len(self._marked) > 1:
+            raise ConfigError(f"{where} marks {_names(self._marked)} as main; only one is", field="main")
 
     def _checkpoint(self, where: str, model: _Model) -> Checkpoint:
         try:
@@ -168,7 +210,7 @@ class ModelGraph:
             raise ConfigError(f"{at}: nothing can go over it: {both}", field="edge")
         if edge.carries is None and len(able) > 1:
             raise ConfigError(f"{at}: {both}; say which goes over it: carries={' or '.join(map(repr, able))}")
-        carries = edge.carries or able[0]
+        carries = able[0] if edge.carries is None else edge.carries
         if carries not in able:
             raise ConfigError(f"{at} carries {edge.carries!r}; it can carry {_names(able)}: {both}", field="carries")
         transform = "" if edge.transform is None else name_of(edge.transform, f"{at}: transform", _ARGUMENTS[carries])
@@ -177,13 +219,12 @@ class ModelGraph:
     def _givers(self, where: str, members: dict[str, Checkpoint]) -> dict[str, str]:
         """For each modality: the last model that gives it."""
         after = {name: [edge.target for edge in self._edges if edge.source == name] for name in members}
-        marked = {one.name for one in self._models if one.main}
         givers = {}
         for modality in sorted(frozenset().union(*(one.graph.gives for one in members.values()))):
             giving = [name for name, one in members.items() if modality in one.graph.gives]
             last = [name for name in giving if not (reachable(name, after) - {name}) & set(giving)]
             if len(last) > 1:
-                last = [name for name in last if name in marked] or last
+                last = [name for name in last if name in self._marked] or last
             if len(last) > 1:
                 raise ConfigError(
                     f"{where}: {modality} could be that of {_names(last)}, and no edge leads from one to the other; "

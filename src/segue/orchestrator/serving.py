@@ -29,12 +29,11 @@ def check_models(models: Models, plan: Plan) -> None:
 
 def sources_of(models: Models) -> dict[str, ModelSource]:
     """Return the checkpoint of every model, with the transforms of the links that lead to it."""
-    links = models.graph.links
-    fed = {
-        member: {link.source: link.transform for link in links if link.target == member} for member in models.members
-    }
+    fed: dict[str, set[str]] = {}
+    for link in models.graph.links:
+        fed.setdefault(models.places[link.target], set()).add(link.transform)
     return {
-        member: ModelSource(one.family.name, str(one.directory), fed[member] or None)
+        member: ModelSource(one.family.name, str(one.directory), sorted(fed[member] - {""}) if member in fed else None)
         for member, one in models.members.items()
     }
 

@@ -6,7 +6,7 @@ None or an empty text, the model gets nothing: the request ends with an error of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +25,11 @@ from segue.messages.request import NOTHING, MediaPart, Message, Part, Received, 
 class Bridge:
     """A family's input stage (`ModuleModel`) for requests that hold what other models made (`Request.received`)."""
 
-    def __init__(self, model: ModuleModel, transforms: Mapping[str, str], *, chats: bool) -> None:
+    def __init__(self, model: ModuleModel, transforms: Iterable[str], *, chats: bool) -> None:
         """`transforms`: as in `ModelSource`. `chats`: whether the checkpoint takes a text as a message, else as a
         prompt. Raises `ConfigError` for a function that cannot be imported."""
         self._model = model
-        self._transforms = {source: function_at(name) for source, name in transforms.items() if name}
+        self._transforms = {name: function_at(name) for name in transforms}
         self._chats = chats
         self.warm_up, self.feed, self.run, self.end = model.warm_up, model.feed, model.run, model.end
 
@@ -55,9 +55,9 @@ class Bridge:
 
     def _made(self, received: Received) -> Part | list[Message]:
         """What becomes of a part: a part, or messages."""
-        transform = self._transforms.get(received.source)
-        if transform is None:
+        if not received.transform:
             return received.part
+        transform = self._transforms[received.transform]
         where = f"the transform of what {received.source!r} made, {transform.__name__!r},"
         try:
             made = transform(*_arguments(received.part))

@@ -149,6 +149,11 @@ def _stage_entries(graph: StageGraph, top: Section) -> Iterator[tuple[str, str, 
 def _of_member(graph: StageGraph, name: str) -> str:
     """Return the full name of a stage of a graph of models: a model that has a single stage of its own
     stands for it. Raises `ConfigError`."""
+    place = name.partition(".")[0]
+    if (model := graph.places.get(place, place)) != place:
+        raise ConfigError(
+            f"stages has {name!r}, but {place!r} reuses the model {model!r}: name that", field=f"stages.{name}"
+        )
     if name not in graph.members:
         return name
     stages = [stage for stage in graph.stages if member_of(stage) == name and not is_built_in(stage)]

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from segue.graph.deployment.deployment import Plan
-from segue.graph.parts import TOKENS, Link, member_of
-from segue.messages.deltas import Delta
+from segue.graph.parts import TOKENS, Link, full_name, member_of, own_name
+from segue.messages.deltas import Delta, Finished
 from segue.messages.errors import InvalidRequest, NotFound, nearest, wrong
 from segue.messages.formats import Format, check_formats
 from segue.messages.request import ChatOptions, MediaPart, Message, Part, Received, Request
@@ -48,17 +48,18 @@ class ServedGraph:
     def __init__(
         self, name: str, models: Models, served: Mapping[str, ServedModel], plan: Plan, orchestrator: Orchestrator
     ) -> None:
-        self.models = served
-        """In topological order."""
+        self.places = models.places
+        self.models = {place: served[model] for place, model in self.places.items()}
+        """By place, in topological order."""
         self.links: tuple[Link, ...] = models.graph.links
         self.orchestrator = orchestrator
-        self.main = member_of(models.graph.main)
+        self.main = models.main
         self._givers = models.givers
         self._plan = plan
-        self.takes = {member: one.takes for member, one in models.members.items()}
+        self.takes = {place: models.members[model].takes for place, model in self.places.items()}
         fed = {link.target for link in self.links}
-        self.entries = [member for member in served if member not in fed]
-        """The models that take the client's request."""
+        self.entries = [place for place in self.places if place not in fed]
+        """The places that take the client's request."""
         self.card = _card(name, self, models.givers, plan)
 
     @property
@@ -78,9 +79,9 @@ class ServedGraph:
         return any(model.images for model in self.models.values())
 
     def learn(self, facts: Mapping[str, StageFacts]) -> None:
-        for model in self.models.values():
+        for place, model in self.models.items():
             model.learn(facts)
-            self.card.vocab_sizes |= model.card.vocab_sizes
+            self.card.vocab_sizes |= {at(place, stage): size for stage, size in model.card.vocab_sizes.items()}
         speaker = self._givers.get("audio")
         self.card.voices = self.models[speaker].card.voices if speaker is not None else []
         self.card.max_model_len = self.models[self.main].card.max_model_len
@@ -123,11 +124,13 @@ class ServedGraph:
         number: int | None = None,
         entry: bool | None = None,
     ) -> Request:
-        """Return the part of a request that is for one model. `received`: what it gets from others; `number`: which of
-        its generations this is, if there are several; `entry`: it takes the client's messages."""
+        """Return the part of a request that is for the model at a place (`member`). `received`: what it gets from
+        others; `number`: which of its generations this is, if there are several; `entry`: whether it takes the client's
+        messages."""
         card = self.models[member].card
         entry = member in self.entries if entry is None else entry
-        sampling = {stage: params for stage, params in request.sampling.items() if stage in card.sampling_stages}
+        own = {at(member, stage): stage for stage in card.sampling_stages}
+        sampling = {own[stage]: params for stage, params in request.sampling.items() if stage in own}
         others = self.card.options - card.options if self.models[member].open_options else frozenset[str]()
         options = {
             name: value
@@ -141,7 +144,7 @@ class ServedGraph:
         part = msgspec.structs.replace(
             request,
             request_id=f"{request.request_id}.{member}" + ("" if number is None else f"-{number}"),
-            member=member,
+            member=self.places[member],
             received=received or [],
             chat=request.chat if member == self.main else ChatOptions(),
             modalities=needs.modalities,
@@ -160,6 +163,18 @@ class ServedGraph:
         if len(self.entries) > 1:
             part.messages = self._messages_for(request, member)
         return part
+
+    def named(self, place: str, delta: Delta) -> Delta:
+        """Return a delta of the model at a place with the names that its stages have there."""
+        if place == self.places[place]:
+            return delta
+        if isinstance(delta, Finished):
+            spans = [(at(place, stage), phase, begin, end) for stage, phase, begin, end in delta.metrics.spans]
+            metrics = msgspec.structs.replace(delta.metrics, spans=spans)
+            token_ids = {at(place, stage): ids for stage, ids in delta.token_ids.items()}
+            return msgspec.structs.replace(delta, token_ids=token_ids, metrics=metrics)
+        stage: str | None = getattr(delta, "stage", None)
+        return delta if stage is None else msgspec.structs.replace(delta, stage=at(place, stage))
 
     def _messages_for(self, request: Request, member: str) -> list[Message]:
         """The client's messages with the parts that a model takes, if several take the request."""
@@ -250,6 +265,11 @@ def _formats(request: Request, needs: Needs, number: int | None) -> dict[str, Fo
     }
 
 
+def at(place: str, stage: str) -> str:
+    """Return the name that clients have for a stage of the model at a place: it begins with that of the place."""
+    return full_name(place, own_name(stage))
+
+
 def _kind(part: Part) -> str:
     return part.kind if isinstance(part, MediaPart) else "text"
 
@@ -265,8 +285,8 @@ def _card(name: str, graph: ServedGraph, givers: Mapping[str, str], plan: Plan) 
         takes=frozenset().union(*(graph.takes[member] for member in graph.entries)),
         gives=frozenset(givers),
         tensors=dict(plan.graph.tensors),
-        text_stage=main.text_stage if givers.get("text") == graph.main else None,
-        sampling_stages=[stage for card in cards.values() for stage in card.sampling_stages],
+        text_stage=at(graph.main, main.text_stage) if main.text_stage and givers.get("text") == graph.main else None,
+        sampling_stages=[at(place, stage) for place, card in cards.items() for stage in card.sampling_stages],
         stages=list(plan.stages),
         voices=None if "audio" in givers else [],
         options=frozenset().union(*(card.options for card in cards.values())),

@@ -123,12 +123,13 @@ class _Relay:
         if len(sources) == 1 and sources[0].carries == "text" and self._graph.speaks(member):
             deltas = self._say(member, sources[0])
         else:
-            received = [Received(link.source, await self._whole(link)) for link in sources]
+            received = [Received(link.source, await self._whole(link), link.transform) for link in sources]
             part = self._graph.part(self._request, member, self._needed[member], received=received)
             deltas = self._graph.models[member].stream(part)
         parser = self._parser(member)
         async with aclosing(deltas):
-            async for delta in deltas:
+            async for own in deltas:
+                delta = self._graph.named(member, own)
                 if isinstance(delta, TextDelta):
                     self._hand_on_text(member, parser.feed(delta.text) if delta.index == 0 else [])
                 elif isinstance(delta, AudioDelta | ImageDelta):
@@ -227,7 +228,7 @@ class _Relay:
         model = self._graph.models[member]
         async with aclosing(passage.pieces()) as pieces:
             text = await anext(pieces) if goes_on else "".join([piece async for piece in pieces])
-            received = [Received(link.source, TextPart(text))]
+            received = [Received(link.source, TextPart(text), link.transform)]
             needs = self._needed[member]
             part = self._graph.part(self._request, member, needs, received=received, number=number)
             try:
