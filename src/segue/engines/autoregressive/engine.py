@@ -114,7 +114,7 @@ class AutoregressiveEngine:
             self.give(request_id, self._model.feed(members[0].state, upstream, payload, final=final))
         except SegueError as error:
             self._stalled = False
-            self._between.append(self._removal.fail(request_id, error))
+            self._between.append(self._active.fail(request_id, error))
 
     def give(self, request_id: str, fed: Fed) -> None:
         """Take what a chunk gave. Errors as in `feed`."""
