@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from payload_values import DTYPES, raw_tensor, same
-from taking import take
+from taking import KEY, take, until
 
 from segue.connectors.base import Connector
-from segue.connectors.create import create
+from segue.connectors.create import Network, create
 from segue.connectors.cuda import cuda_memory
 from segue.connectors.device import DeviceMemory
 from segue.connectors.memfd_device import MemfdMemory
@@ -28,7 +28,12 @@ class Pair:
     producer: Any
     consumer: Any
     lends: bool = True
-    """What is taken is the producer's memory until it is released; not where tensors come from a device."""
+    """What is taken is the producer's memory until it is released; not where it comes from a device or a network."""
+
+    def settle(self) -> None:
+        """Return when the producer knows what was fetched: over a network it is told so a moment later."""
+        if self.producer.reach == "network":
+            until(lambda: not self.producer.bytes_in_use)
 
     def put(self, request: str, payload: dict[str, Any]) -> dict[str, Any]:
         ok, size, metadata = self.producer.put("a", "b", request, payload)
@@ -54,6 +59,8 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
         "shm to itself",
         "device",
         "unreachable device",
+        "tcp",
+        "tcp to itself",
         pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda]),
     ]
 )
@@ -64,6 +71,13 @@ def pair(request: pytest.FixtureRequest) -> Iterator[MakePair]:
         if request.param == "inproc":
             made.append(create("inproc", "", {"max_bytes": max_bytes}))
             return Pair(made[-1], made[-1])
+        if request.param.startswith("tcp"):
+            extra = {"max_bytes": max_bytes, "inline_threshold_bytes": threshold}
+            made.append(create("tcp", "", extra, network=Network("127.0.0.1", KEY)))
+            producer = made[-1]
+            if request.param == "tcp":
+                made.append(create("tcp", "", extra, network=Network("127.0.0.1", KEY)))
+            return Pair(producer, made[-1], lends=False)
         extra = {"max_bytes": max_bytes, "pool_bytes": pool_bytes, "shm_threshold_bytes": threshold}
         if request.param.endswith("device"):
             extra["cuda_pool_bytes"] = max_bytes
@@ -114,6 +128,7 @@ def test_256_mib_several_times_in_a_pool_that_holds_one(pair: MakePair) -> None:
         assert found is not None
         assert torch.equal(found[0]["x"], payload["x"])
         del found
+        edge.settle()
         edge.producer.release("r")
         edge.consumer.release("r")
 
@@ -171,7 +186,7 @@ def test_a_slow_reader_keeps_what_it_holds(pair: MakePair) -> None:
 def test_a_full_pool_refuses_until_a_release(pair: MakePair) -> None:
     edge = pair(max_bytes=2 * MIB)
     if not edge.lends:
-        pytest.skip("a full device pool is no refusal: payloads then go through the host")
+        pytest.skip("a full device pool is no refusal, and over a network nothing is lent")
     metadata = {}
     for n in range(100):
         ok, size, found = edge.producer.put("a", "b", f"r{n}", filled(500_000, n))
@@ -206,6 +221,7 @@ def test_after_many_sizes_the_largest_still_fits(pair: MakePair) -> None:
         assert same(found[0]["x"][::4099].clone(), torch.full((2046,), round_, dtype=torch.uint8))
         del found
         edge.consumer.release("big")
+        edge.settle()
     assert edge.producer.bytes_in_use == 0
 
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from taking import take
+from taking import KEY, take, until
 
-from segue.connectors.create import create
+from segue.connectors.create import Network, create
 from segue.connectors.device import DeviceMemory
 from segue.connectors.memfd_device import MemfdMemory
 
@@ -30,9 +30,12 @@ class Against(RuleBasedStateMachine):
         if self.kind == "shm":
             extra |= {"pool_bytes": 128 * KIB, "shm_threshold_bytes": self.inline_below}
             extra |= {"cuda_pool_bytes": 256 * KIB}
-        self.producer: Any = create(self.kind, next(_names), extra, self.device)
+        if self.kind == "tcp":
+            extra |= {"inline_threshold_bytes": self.inline_below}
+        network = Network("127.0.0.1", KEY)
+        self.producer: Any = create(self.kind, next(_names), extra, self.device, network)
         self.consumer: Any = (
-            create(self.kind, next(_names), extra, self.device) if self.kind == "shm" else self.producer
+            self.producer if self.kind == "inproc" else create(self.kind, next(_names), extra, self.device, network)
         )
         self.numbers = count(1)
         self.put: dict[int, tuple[str, dict[str, Any], dict[str, Any]]] = {}
@@ -50,7 +53,8 @@ class Against(RuleBasedStateMachine):
             self.put[number] = request, payload, metadata
         else:
             assert metadata is None
-            assert self.put or self.taken, "an empty pool takes anything"
+            # over a network, the producer may not know yet what was fetched
+            assert self.put or self.taken or self.kind == "tcp", "an empty pool takes anything"
 
     @precondition(lambda self: self.put)
     @rule(data=st.data())
@@ -110,7 +114,7 @@ class Against(RuleBasedStateMachine):
         for request in ("r0", "r1", "r2"):
             self.consumer.release(request)
             self.producer.release(request)
-        assert self.producer.bytes_in_use == 0
+        until(lambda: self.producer.bytes_in_use == 0)
         self.producer.close()
         self.consumer.close()
 
@@ -125,6 +129,11 @@ class SharedMemory(Against):
     inline_below = 2000
 
 
+class OverTcp(Against):
+    kind = "tcp"
+    inline_below = 2000
+
+
 class WithDevice(SharedMemory):
     device = MemfdMemory()
 
@@ -135,7 +144,9 @@ class WithUnreachableDevice(SharedMemory):
 
 TestInProcess = InProcess.TestCase
 TestSharedMemory = SharedMemory.TestCase
+TestOverTcp = OverTcp.TestCase
 TestWithDevice = WithDevice.TestCase
 TestWithUnreachableDevice = WithUnreachableDevice.TestCase
 TestInProcess.settings = TestSharedMemory.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestOverTcp.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
 TestWithDevice.settings = TestWithUnreachableDevice.settings = TestInProcess.settings

@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from segue.connectors.base import Connector
 from segue.connectors.device import DeviceMemory
 from segue.connectors.inproc import InProcessConnector
 from segue.connectors.shm import SharedMemoryConnector
+from segue.connectors.tcp import TcpConnector
 from segue.messages.errors import ConfigError, nearest
 
 _KEYS: dict[str, tuple[str, ...]] = {
     "inproc": ("max_bytes",),
     "shm": ("shm_threshold_bytes", "pool_bytes", "max_bytes", "cuda_pool_bytes"),
+    "tcp": ("inline_threshold_bytes", "max_bytes"),
 }
 
 
-def create(kind: str, address: str, extra: dict[str, Any], device: DeviceMemory | None = None) -> Connector:
-    """Create the connector `kind` (`inproc` or `shm`) with the deployment's `extra` settings, all in bytes.
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What a connector between hosts needs to know."""
+
+    host: str
+    """Address of the interface that others reach this worker by."""
+    key: bytes
+    """The secret of the system."""
+    as_bfloat16: frozenset[tuple[str, str]] = frozenset()
+    """Edges whose float32 tensors travel as bfloat16."""
+
+
+def create(
+    kind: str,
+    address: str,
+    extra: dict[str, Any],
+    device: DeviceMemory | None = None,
+    network: Network | None = None,
+) -> Connector:
+    """Create the connector `kind` (`inproc`, `shm` or `tcp`) with the deployment's `extra` settings, all in bytes.
 
     `address` names this worker's pool to others on the machine, `device` is the accelerator whose tensors need not pass
-    through the host; `inproc` ignores both. Raises `ConfigError` naming an unknown kind or key, with its nearest
-    neighbour, or an invalid value.
+    through the host; only `shm` uses them. `tcp` needs `network`. Raises `ConfigError` naming an unknown kind or key,
+    with its nearest neighbour, or an invalid value.
     """
     if kind not in _KEYS:
         raise ConfigError(f"there is no connector {kind!r}{nearest(kind, _KEYS)}", field="name")
@@ -32,4 +53,8 @@ def create(kind: str, address: str, extra: dict[str, Any], device: DeviceMemory 
             raise ConfigError(f"{key} is {value!r}; it must be a whole number of bytes", field=key)
     if kind == "inproc":
         return InProcessConnector(**extra)
+    if kind == "tcp":
+        if network is None:
+            raise ConfigError("the connector 'tcp' needs a network: start with `segue serve --listen`", field="name")
+        return TcpConnector(network.host, network.key, **extra, as_bfloat16=network.as_bfloat16)
     return SharedMemoryConnector(address, **extra, device=device)

@@ -77,6 +77,12 @@ class Encoded:
         """Offset of the body."""
         return _aligned(_PREFIX.size + len(self.header))
 
+    def laid_out(self) -> list[tuple[int, Tensor | bytes]]:
+        """Return (offset, contents) of all that is written, prefix and header included, by offset."""
+        prefix = _PREFIX.pack(_MAGIC, len(self.header), self.size)
+        parts = [(self.body + offset, part) for offset, part in self.parts]
+        return [(0, prefix + self.header), *parts]
+
     def write_into(self, buffer: memoryview, *, skip_tensors: bool = False) -> None:
         """Fill the first `size` bytes of a writable buffer; one copy per tensor, from whichever device it is on.
 
