@@ -50,4 +50,27 @@ VIT: dict[str, Any] = {
     "num_hidden_layers": 3,
     "patch_size": 14,
 }
-FILES = {"config.json": ROOT, "llm_config.json": LLM, "vit_config.json": VIT}
+_SMALL_LLM = {
+    "hidden_size": 448,
+    "intermediate_size": 2368,
+    "num_attention_heads": 7,
+    "num_hidden_layers": 7,
+    "num_key_value_heads": 1,
+}
+_SMALL_VIT = {
+    "hidden_size": 144,
+    "image_size": 980,
+    "intermediate_size": 538,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 8,
+}
+_SMALL_ROOT = {"vae_config": {"ch": 32, "ch_mult": [1, 2, 4, 4], "num_res_blocks": 1, "z_channels": 16}}
+SIZES: dict[str, tuple[dict[str, dict[str, Any]], int]] = {
+    "tiny": ({"config.json": ROOT, "llm_config.json": LLM, "vit_config.json": VIT}, LATENT_SIDE),
+    # of the published model: widths by 8, layers by 4; images of the published size
+    "small": (
+        {"config.json": ROOT | _SMALL_ROOT, "llm_config.json": LLM | _SMALL_LLM, "vit_config.json": VIT | _SMALL_VIT},
+        64,
+    ),
+}
+"""Size → its files, and the tokens of latents per side of the largest image."""

@@ -16,7 +16,7 @@ from segue.models.shared.tiny.files import speakable, write_json
 from segue.models.shared.tiny.qwen import write_qwen_tokenizer
 from segue.models.shared.tiny.sizes import check_size
 
-SIZES = ("tiny",)
+SIZES = tuple(config.SIZES)
 
 
 def make(directory: Path, size: str = "tiny", seed: int = 0) -> None:
@@ -27,13 +27,10 @@ def make(directory: Path, size: str = "tiny", seed: int = 0) -> None:
     check_size(size, SIZES)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = write_qwen_tokenizer(directory, config.SPECIAL_TOKENS, ())
-    for name, values in (
-        ("config.json", config.ROOT),
-        ("llm_config.json", config.LLM),
-        ("vit_config.json", config.VIT),
-    ):
+    files, latent_side = config.SIZES[size]
+    for name, values in files.items():
         write_json(directory, name, values)
-    sizes = msgspec.structs.replace(read_config(directory), latent_side=config.LATENT_SIDE)
+    sizes = msgspec.structs.replace(read_config(directory), latent_side=latent_side)
     with torch.random.fork_rng(devices=[]):  # the libraries first draw weights of their own
         weights, vae = make_weights(sizes, speakable(tokenizer), seed), make_vae(sizes, seed)
     for name, tensors in ((WEIGHTS, weights), (VAE_WEIGHTS, vae)):

@@ -14,7 +14,7 @@ from segue.models.speech.mimo_audio.config import CODEC
 from segue.models.speech.mimo_audio.tiny import config
 from segue.models.speech.mimo_audio.tiny.weights import make_codec, make_language_model
 
-SIZES = ("tiny",)
+SIZES = config.SIZES
 
 
 def make(directory: Path, size: str = "tiny", seed: int = 0) -> None:
@@ -26,10 +26,10 @@ def make(directory: Path, size: str = "tiny", seed: int = 0) -> None:
     codec = directory / CODEC
     codec.mkdir(parents=True, exist_ok=True)
     tokenizer = write_qwen_tokenizer(directory, config.SPECIAL_TOKENS, config.ROLES)
-    write_json(directory, "config.json", config.config_json())
-    write_json(codec, "config.json", config.codec_json())
-    save_torch_state_dict(make_language_model(config.config_json(), speakable(tokenizer), seed), directory)
-    save_torch_state_dict(make_codec(config.codec_json(), config.config_json(), seed + 1), codec)
+    write_json(directory, "config.json", config.config_json(size))
+    write_json(codec, "config.json", config.codec_json(size))
+    save_torch_state_dict(make_language_model(config.config_json(size), speakable(tokenizer), seed), directory)
+    save_torch_state_dict(make_codec(config.codec_json(size), config.config_json(size), seed + 1), codec)
 
 
 PRESETS = {"mimo-audio": TinyPreset(SIZES, make)}
