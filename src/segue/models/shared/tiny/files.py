@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,18 @@ def write_json(directory: Path, name: str, value: Any) -> None:
     (directory / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def train_tokenizer(special_tokens: Sequence[str], *, begin: str | None = None, end: str | None = None) -> Tokenizer:
+def train_tokenizer(
+    special_tokens: Sequence[str],
+    *,
+    begin: str | None = None,
+    end: str | None = None,
+    texts: Iterable[str] | None = None,
+) -> Tokenizer:
     """A byte-level BPE tokenizer; the special tokens have the ids from `BASE_VOCAB` on. `begin`, `end`: special tokens
-    that it puts before and after a text."""
+    that it puts before and after a text. `texts`: what it is trained on, by default the page in `CORPUS`.
+
+    Raises `RuntimeError` where the texts give fewer tokens than `BASE_VOCAB`.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -37,9 +46,12 @@ def train_tokenizer(special_tokens: Sequence[str], *, begin: str | None = None, 
     trainer = trainers.BpeTrainer(
         vocab_size=BASE_VOCAB, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    tokenizer.train([str(CORPUS)], trainer)
+    if texts is None:
+        tokenizer.train([str(CORPUS)], trainer)
+    else:
+        tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != BASE_VOCAB:
-        raise RuntimeError(f"the corpus gives {tokenizer.get_vocab_size()} tokens, not {BASE_VOCAB}")
+        raise RuntimeError(f"the texts give {tokenizer.get_vocab_size()} tokens, not {BASE_VOCAB}")
     tokenizer.add_special_tokens(list(special_tokens))
     as_bytes = processors.ByteLevel(trim_offsets=False)
     around = [(token, tokenizer.token_to_id(token)) for token in (begin, end) if token is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,17 @@ from tokenizers import AddedToken, Tokenizer
 from segue.models.shared.tiny.files import added_tokens, train_tokenizer, write_json
 
 
-def write_qwen_tokenizer(directory: Path, special: Sequence[str], roles: Sequence[str], **more: Any) -> Tokenizer:
+def write_qwen_tokenizer(
+    directory: Path,
+    special: Sequence[str],
+    roles: Sequence[str],
+    *,
+    texts: Iterable[str] | None = None,
+    **more: Any,
+) -> Tokenizer:
     """Write and return a tokenizer. `special`: its special tokens, padding first; `roles`: words of one token each, as
-    published; `more`: keys of its `tokenizer_config.json`."""
-    tokenizer = train_tokenizer(special)
+    published; `texts`: what it is trained on (default: a page of text); `more`: keys of its `tokenizer_config.json`."""
+    tokenizer = train_tokenizer(special, texts=texts)
     tokenizer.add_tokens([AddedToken(role, single_word=True, normalized=False) for role in roles])
     tokenizer.save(str(directory / "tokenizer.json"))
     base = json.loads(tokenizer.to_str())["model"]

@@ -15,9 +15,9 @@ from segue.models.shared.tiny.qwen import write_qwen_tokenizer
 from segue.models.shared.tiny.sizes import check_size
 
 SIZES = tuple(SHAPES)
-_DATA = Path(__file__).parent / "data"
+TEMPLATE = Path(__file__).parent / "data" / "chat_template.jinja"
 _SHARD = {"tiny": "2MB", "small": "300MB", "medium": "300MB"}
-_MODEL_SPECIFIC = {
+MODEL_SPECIFIC = {
     "image_token": "<|image_pad|>",
     "audio_token": "<|audio_pad|>",
     "video_token": "<|video_pad|>",
@@ -26,7 +26,7 @@ _MODEL_SPECIFIC = {
     "audio_bos_token": "<|audio_start|>",
     "audio_eos_token": "<|audio_end|>",
 }
-_PREPROCESSOR = {
+PREPROCESSOR = {
     "processor_class": "Qwen3OmniMoeProcessor",
     "image_processor_type": "Qwen2VLImageProcessor",
     "video_processor_type": "Qwen2VLVideoProcessor",
@@ -64,15 +64,15 @@ def make(directory: Path, size: str = "tiny", seed: int = 0) -> None:
         directory,
         SPECIAL_TOKENS,
         ROLES,
-        extra_special_tokens=_MODEL_SPECIFIC,
-        **_MODEL_SPECIFIC,
+        extra_special_tokens=MODEL_SPECIFIC,
+        **MODEL_SPECIFIC,
         processor_class="Qwen3OmniMoeProcessor",
     )
     config = config_json(SHAPES[size], {role: tokenizer.get_vocab()[role] for role in ROLES})
     write("config.json", config)
     write("generation_config.json", {"_from_model_config": True, "transformers_version": "5.23.0"})
-    write("preprocessor_config.json", _PREPROCESSOR)
-    write("chat_template.json", {"chat_template": (_DATA / "chat_template.jinja").read_text()})
+    write("preprocessor_config.json", PREPROCESSOR)
+    write("chat_template.json", {"chat_template": TEMPLATE.read_text()})
     weights = make_weights(config, speakable(tokenizer), tokenizer.encode("\n").ids[0], seed)
     save_torch_state_dict(weights, directory, max_shard_size=_SHARD[size])
 

@@ -1,0 +1,70 @@
+"""Write the untrained model in the published layout of Qwen3-Omni: config, tokenizer, processors, weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from demo_model.questions import sentences
+from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
+from segue.models.omni.qwen3_omni.tiny.config import ROLES, SPECIAL_TOKENS, Encoder, Shape, config_json
+from segue.models.omni.qwen3_omni.tiny.presets import MODEL_SPECIFIC, PREPROCESSOR, TEMPLATE
+from segue.models.shared.tiny.files import write_json
+from segue.models.shared.tiny.qwen import write_qwen_tokenizer
+
+PIXELS = 128 * 128
+"""Every picture is scaled to about so many pixels: 16 tokens."""
+SHAPE = Shape(
+    thinker_hidden=192,
+    thinker_layers=6,
+    thinker_heads=(6, 2),
+    thinker_experts=(8, 2, 160),
+    talker_hidden=192,
+    talker_layers=4,
+    talker_heads=(6, 2),
+    talker_experts=(4, 2, 160),
+    head_dim=32,
+    accepted_layer=3,
+    audio=Encoder(4, 192, 6, 576),
+    downsample=64,
+    vision=Encoder(4, 192, 6, 576),
+    deep_layers=(1,),
+    position_rows=64,
+    codebook=256,
+    code_groups=8,
+    predictor_layers=3,
+    predictor_heads=(6, 2),
+    predictor_intermediate=384,
+    vocoder_hidden=192,
+    vocoder_layers=3,
+    vocoder_heads=6,
+    vocoder_intermediate=384,
+    vocoder_channels=256,
+)
+"""About 17 million parameters."""
+
+
+def create(directory: Path, seed: int = 0) -> None:
+    """Write the untrained checkpoint, float32; equal seeds give equal files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    # the library takes a `size` of the tokenizer's file for pictures and clips alike; it enlarges clips otherwise
+    tokenizer = write_qwen_tokenizer(
+        directory,
+        SPECIAL_TOKENS,
+        ROLES,
+        texts=sentences(),
+        extra_special_tokens=MODEL_SPECIFIC,
+        **MODEL_SPECIFIC,
+        processor_class="Qwen3OmniMoeProcessor",
+        size={"shortest_edge": PIXELS, "longest_edge": PIXELS},
+    )
+    config = config_json(SHAPE, {role: tokenizer.get_vocab()[role] for role in ROLES})
+    write_json(directory, "config.json", config)
+    end = config["im_end_token_id"]
+    write_json(directory, "generation_config.json", {"eos_token_id": end, "transformers_version": "5.23.0"})
+    write_json(directory, "preprocessor_config.json", PREPROCESSOR | {"min_pixels": PIXELS, "max_pixels": PIXELS})
+    write_json(directory, "chat_template.json", {"chat_template": TEMPLATE.read_text()})
+    torch.manual_seed(seed)
+    model = Qwen3OmniMoeForConditionalGeneration(Qwen3OmniMoeConfig(**config))
+    model.save_pretrained(directory)
