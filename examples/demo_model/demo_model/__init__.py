@@ -1,5 +1,5 @@
 """Train a small model in the published format of Qwen3-Omni from data that these scripts make themselves.
 
-`scenes` and `questions` make what it sees and is asked, `speech` what it hears; `checkpoint` writes the untrained model;
-`see`, `hear`, `codec` and `speak` train one part each, `training` is what they share; `evaluate` asks held-out questions.
+`scenes` and `questions` make what it sees and is asked, `speech` what it hears. `checkpoint` writes the untrained
+model. `see` and `hear` train one part each; `training` is what they share.
 """

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from demo_model import see
+from demo_model import hear, see
 from demo_model.checkpoint import create
-from demo_model.training import train
+from demo_model.training import Part, train
 from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeForConditionalGeneration
 
-STEPS = {"vision": 2000, "answers": 6000}
+STEPS = {"vision": 800, "answers": 3000, "dictation": 2000, "hearing": 2000}
 
 
 def main() -> None:
@@ -29,10 +30,18 @@ def main() -> None:
         return
     model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(options.directory, dtype=torch.float32)
     model.train()
-    part = see.encoder_part(model) if options.command == "vision" else see.answers_part(model, options.directory)
+    part = _part(options.command, model, options.directory)
     steps = options.steps or STEPS[options.command]
     train(part, steps, options.directory / "training", minutes=options.minutes)
     model.save_pretrained(options.directory)
+
+
+def _part(name: str, model: Any, directory: Path) -> Part:
+    if name == "vision":
+        return see.encoder_part(model)
+    if name == "answers":
+        return see.answers_part(model, directory)
+    return hear.dictation_part(model, directory) if name == "dictation" else hear.hearing_part(model, directory)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,22 @@ from demo_model.scenes import COLOURS, DIRECTIONS, PLACES, RADII, SHAPES, Scene,
 STYLES = {"full": "Answer in full sentences.", "short": "Answer briefly.", "json": "Answer in JSON."}
 """System prompts; without one the answer is a full sentence."""
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jack", "Laura", "Martin", "Nora", "Oscar")
+NAMES = (
+    "Anna",
+    "Ben",
+    "Clara",
+    "David",
+    "Emma",
+    "Felix",
+    "Grace",
+    "Henry",
+    "Iris",
+    "Jack",
+    "Laura",
+    "Martin",
+    "Nora",
+    "Oscar",
+)
 UNKNOWN = "I do not know"
 _FACTS = (*NUMBERS, *NAMES, *COLOURS, *SHAPES, *RADII, *sorted(PLACES, key=len, reverse=True), *DIRECTIONS)
 _FACT = re.compile(rf"\b({'|'.join(dict.fromkeys((*_FACTS, 'yes', 'no', 'hello', 'not know')))})(?:s|es)?\b", re.I)
@@ -21,8 +36,9 @@ _FACT = re.compile(rf"\b({'|'.join(dict.fromkeys((*_FACTS, 'yes', 'no', 'hello',
 
 @dataclass(frozen=True)
 class Question:
-    """A question and its right answer. `kind`: what is asked for; `facts`: the words that an answer must have, in order,
-    and no others of their sort."""
+    """A question and its right answer. `kind`: what is asked for. `facts`: the words that an answer must have, in
+    order, and no others of their sort.
+    """
 
     kind: str
     text: str
@@ -90,7 +106,11 @@ def _leaves(value: object) -> Iterator[str]:
         for one in value:
             yield from _leaves(one)
     else:
-        yield {True: "yes", False: "no", None: "not know"}.get(value, "") if isinstance(value, bool | None) else _word(value)
+        yield (
+            {True: "yes", False: "no", None: "not know"}.get(value, "")
+            if isinstance(value, bool | None)
+            else _word(value)
+        )
 
 
 def _word(value: object) -> str:
@@ -118,7 +138,13 @@ def _a(words: str) -> str:
 
 
 def _at(place: str) -> str:
-    return f"in the {place}" if place == "middle" else f"at the {place}" if place in ("top", "bottom") else f"on the {place}"
+    return (
+        f"in the {place}"
+        if place == "middle"
+        else f"at the {place}"
+        if place in ("top", "bottom")
+        else f"on the {place}"
+    )
 
 
 def _listed(parts: Sequence[str]) -> str:
@@ -224,7 +250,11 @@ def _describe(scene: Scene, rng: random.Random) -> tuple[str, _Answer]:
     text = _pick(rng, "What do you see?", "Describe the picture.", "What is in the picture?")
     places = _listed([f"{_a(_whole(thing))} {_at(thing.place)}" for thing in scene.things])
     fields = [{"size": one.size, "colour": one.colour, "shape": one.shape, "place": one.place} for one in scene.things]
-    return text, _Answer(f"I see {places}.", f"{_listed([_a(_whole(thing)) for thing in scene.things]).capitalize()}.", {"things": fields})
+    return text, _Answer(
+        f"I see {places}.",
+        f"{_listed([_a(_whole(thing)) for thing in scene.things]).capitalize()}.",
+        {"things": fields},
+    )
 
 
 # about clips
@@ -273,9 +303,14 @@ def _hello(scene: Scene, rng: random.Random) -> tuple[str, _Answer]:
 def _unknown(scene: Scene, rng: random.Random) -> tuple[str, _Answer]:
     who = rng.choice(["painter", "teacher", "doctor", "neighbour", "captain", "baker", "singer", "pilot"])
     text = _pick(
-        rng, f"What is the name of the {who}?", f"How old is the {who}?", f"Where does the {who} live?", f"Who knows the {who}?",
-        f"What did the {who} eat?", f"When does the {who} sleep?",
-    )  # fmt: skip
+        rng,
+        f"What is the name of the {who}?",
+        f"How old is the {who}?",
+        f"Where does the {who} live?",
+        f"Who knows the {who}?",
+        f"What did the {who} eat?",
+        f"When does the {who} sleep?",
+    )
     return text, _Answer(f"{UNKNOWN} that.", f"{UNKNOWN}.", {"answer": None})
 
 
@@ -288,12 +323,18 @@ def _my_name(scene: Scene, rng: random.Random) -> tuple[str, _Answer]:
 def _digits(scene: Scene, rng: random.Random) -> tuple[str, _Answer]:
     digits = [rng.choice(NUMBERS) for _ in range(rng.randint(1, 4))]
     text = _pick(rng, f"Say after me: {' '.join(digits)}.", f"Which digits are these: {' '.join(digits)}?")
-    return text, _Answer(f"You said {' '.join(digits)}.", f"{' '.join(digits).capitalize()}.", {"digits": [NUMBERS.index(one) for one in digits]})
+    return text, _Answer(
+        f"You said {' '.join(digits)}.",
+        f"{' '.join(digits).capitalize()}.",
+        {"digits": [NUMBERS.index(one) for one in digits]},
+    )
 
 
 def _sum(scene: Scene, rng: random.Random) -> tuple[str, _Answer]:
     one, other = rng.randint(0, 4), rng.randint(0, 5)
-    text = _pick(rng, f"What is {NUMBERS[one]} plus {NUMBERS[other]}?", f"How much is {NUMBERS[one]} and {NUMBERS[other]}?")
+    text = _pick(
+        rng, f"What is {NUMBERS[one]} plus {NUMBERS[other]}?", f"How much is {NUMBERS[one]} and {NUMBERS[other]}?"
+    )
     word = NUMBERS[one + other]
     return text, _Answer(f"It is {word}.", f"{word.capitalize()}.", {"sum": one + other})
 

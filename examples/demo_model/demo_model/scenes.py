@@ -117,7 +117,9 @@ def _painted(things: tuple[Thing, ...] | list[Thing], rng: np.random.Generator) 
     for thing in things:
         shade = rng.integers(-14, 15, 3)
         fill = tuple(int(value) for value in np.clip(np.array(COLOURS[thing.colour]) + shade, 0, 255))
-        corners = [(_FINER * (thing.x + x), _FINER * (thing.y + y)) for x, y in _outline(thing, float(rng.uniform(-0.2, 0.2)))]
+        corners = [
+            (_FINER * (thing.x + x), _FINER * (thing.y + y)) for x, y in _outline(thing, float(rng.uniform(-0.2, 0.2)))
+        ]
         pen.polygon(corners, fill=fill)
     small = np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BOX)).astype(np.float32)
     noisy = small + rng.normal(0, rng.uniform(0, 9), small.shape)

@@ -1,7 +1,7 @@
 """Teach the model to see and to answer: pictures, clips and questions without either.
 
-First the vision encoder alone learns to tell what lies under each of its tokens; then encoder and language model learn to
-answer. All questions about one picture are one sequence: each sees the picture and itself, none sees another.
+First the vision encoder alone learns to tell what lies under each of its tokens; then encoder and language model learn
+to answer. All questions about one picture are one sequence: each sees the picture and itself, none sees another.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from demo_model.networks import audio_encoder, language_model, vision
 from demo_model.questions import STYLES, Question, about_clip, about_picture, without_picture
 from demo_model.scenes import COLOURS, SHAPES, SIDE, Scene, clip, draw_clip, draw_scene, picture
 from demo_model.training import Part
@@ -26,6 +27,8 @@ PATCH, MERGE, FRAMES_PER_PATCH = 16, 2, 2
 TOKEN = PATCH * MERGE
 """Pixels of a picture's side that one token stands for."""
 GRID = SIDE // TOKEN
+KINDS = ("picture", "picture", "picture", "clip", "nothing")
+"""Of the steps' batches, in turn."""
 _IGNORED = -100
 _BALANCE = 0.01
 """Weight of the loss that keeps the experts evenly used (Switch Transformers, section 2.2)."""
@@ -33,9 +36,12 @@ _BALANCE = 0.01
 
 @dataclass(frozen=True)
 class Answers:
-    """Sequences of one picture, clip or nothing each, and questions about it. `pixels`: float32 [patches, 1536], empty
-    without media. `ids`, `labels`: int64 [sequences, tokens]. `positions`: int64 [4, sequences, tokens]. `mask`: bool
-    [sequences, 1, tokens, tokens], true where a token is seen."""
+    """Sequences of one picture, clip or nothing each, and questions about it.
+
+    `pixels`: float32 [patches, 1536], empty without media. `ids`, `labels`: int64 [sequences, tokens]. `positions`:
+    int64 [4, sequences, tokens]. `mask`: bool [sequences, 1, tokens, tokens], true where a token is seen. Of spoken
+    questions, `mels`: float32 [mel bins, all spectra], and `lengths`: spectra of each.
+    """
 
     pixels: Tensor
     grids: Tensor
@@ -43,6 +49,8 @@ class Answers:
     labels: Tensor
     positions: Tensor
     mask: Tensor
+    mels: Tensor | None = None
+    lengths: Tensor | None = None
 
 
 def patches(frames: np.ndarray) -> np.ndarray:
@@ -59,14 +67,17 @@ class Sequences:
     """Makes batches of `Answers`. `kinds`: "picture", "clip", "nothing", of which each step takes one in turn."""
 
     def __init__(self, model_dir: Path, size: int, kinds: Sequence[str], questions: int, seed: int = 0) -> None:
-        self._dir, self._size, self._kinds, self._questions, self._seed = model_dir, size, kinds, questions, seed
+        self.model_dir, self.size, self.kinds, self.questions, self.seed = model_dir, size, kinds, questions, seed
 
     def __call__(self, step: int) -> Answers:
-        rng = random.Random(f"{self._seed}/{step}")
-        kind = self._kinds[step % len(self._kinds)]
-        made = [asked(kind, rng, self._questions) for _ in range(self._size)]
+        rng = random.Random(f"{self.seed}/{step}")
+        kind = self.kinds[step % len(self.kinds)]
+        return self.batch(kind, [asked(kind, rng, self.questions) for _ in range(self.size)])
+
+    def batch(self, kind: str, made: Sequence[Asked]) -> Answers:
+        """Sequences of one kind as tensors."""
         frames = [pixels for pixels, _, _ in made if pixels is not None]
-        sequences = [sequence(self._dir, kind, style, questions) for _, style, questions in made]
+        sequences = [sequence(self.model_dir, kind, style, questions) for _, style, questions in made]
         longest = max(len(one.ids) for one in sequences)
         grid = [len(frames[0]) // FRAMES_PER_PATCH or 1, SIDE // PATCH, SIDE // PATCH] if frames else []
         return Answers(
@@ -79,8 +90,12 @@ class Sequences:
         )
 
 
-def asked(kind: str, rng: random.Random, count: int) -> tuple[np.ndarray | None, str, list[Question]]:
-    """Frames (or None), the style of the answers and `count` questions."""
+Asked = tuple[np.ndarray | None, str, list[Question]]
+"""Frames (or None), the style of the answers, and questions."""
+
+
+def asked(kind: str, rng: random.Random, count: int) -> Asked:
+    """Something to see and `count` questions about it."""
     style = rng.choice(["", *STYLES])
     if kind == "nothing":
         return None, style, without_picture(rng, style or "full", count)
@@ -164,7 +179,7 @@ def _mask(branch: Tensor, length: int) -> Tensor:
 def answer_loss(model: Any, batch: Answers) -> tuple[Tensor, dict[str, float]]:
     """Cross entropy of the answers' tokens."""
     thinker = model.thinker
-    text = thinker.model if hasattr(thinker.model, "embed_tokens") else thinker.model.language_model
+    text = language_model(model)
     rows = text.embed_tokens(batch.ids)
     deep, seen = None, None
     if len(batch.pixels):
@@ -173,6 +188,9 @@ def answer_loss(model: Any, batch: Answers) -> tuple[Tensor, dict[str, float]]:
         seen = torch.isin(batch.ids, torch.tensor(pads))
         rows = rows.masked_scatter(seen[..., None], found.pooler_output)
         deep = found.deepstack_features
+    if batch.mels is not None:
+        heard = audio_encoder(model)(batch.mels, feature_lens=batch.lengths).last_hidden_state
+        rows = rows.masked_scatter((batch.ids == thinker.config.audio_token_id)[..., None], heard)
     made = text(
         inputs_embeds=rows,
         position_ids=batch.positions,
@@ -188,11 +206,8 @@ def answer_loss(model: Any, batch: Answers) -> tuple[Tensor, dict[str, float]]:
     loss = functional.cross_entropy(logits, targets)
     right = (logits.argmax(-1) == targets).float().mean().item()
     kind = "nothing" if seen is None else "clip" if batch.grids[0, 0] > 1 else "picture"
+    kind += "" if batch.mels is None else "_spoken"
     return loss + _BALANCE * _unevenness(made.router_logits), {f"{kind}_loss": loss.item(), f"{kind}_right": right}
-
-
-def vision(model: Any) -> nn.Module:
-    return model.thinker.visual if hasattr(model.thinker, "visual") else model.thinker.model.visual
 
 
 def _unevenness(router_logits: Sequence[Tensor]) -> Tensor:
@@ -210,8 +225,8 @@ def _unevenness(router_logits: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Cells:
-    """Pictures and what lies under each of their tokens. `things`: int64 [tokens, 3], colour, shape and size of the thing
-    whose centre is there, or -100."""
+    """Pictures and what lies under each of their tokens. `things`: int64 [tokens, 3], colour, shape and size of the
+    thing whose centre is there, or -100."""
 
     pixels: Tensor
     grids: Tensor
@@ -258,7 +273,7 @@ def _things(scene: Scene) -> Tensor:
 
 
 def encoder_part(model: Any) -> Part:
-    """Trains the vision encoder. 2e-3"""
+    """Trains the vision encoder."""
     labels = Labels(model.config.thinker_config.vision_config.out_hidden_size)
 
     def loss(batch: Cells) -> tuple[Tensor, dict[str, float]]:
@@ -270,7 +285,7 @@ def encoder_part(model: Any) -> Part:
 
 def answers_part(model: Any, model_dir: Path, *, size: int = 32, questions: int = 6) -> Part:
     """Trains vision encoder and language model together."""
-    kinds = ["picture", "picture", "picture", "clip", "nothing"]
     thinker = model.thinker
     modules = [vision(model), thinker.model, thinker.lm_head]
-    return Part("answers", modules, Sequences(model_dir, size, kinds, questions), lambda batch: answer_loss(model, batch))
+    sequences = Sequences(model_dir, size, KINDS, questions)
+    return Part("answers", modules, sequences, lambda batch: answer_loss(model, batch))

@@ -24,8 +24,8 @@ SAVED_EVERY = 60.0
 class Part:
     """One part of the training.
 
-    `modules` are trained, everything else stays. `batch` makes the data of a step from its number alone, in a process of
-    its own, so that a resumed training sees what an uninterrupted one does. `loss` gives the loss and what is logged.
+    `modules` are trained, everything else stays. `batch` makes the data of a step from its number alone, in a process
+    of its own, so that a resumed training sees what an uninterrupted one does. `loss` gives the loss and values to log.
     """
 
     name: str

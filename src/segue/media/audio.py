@@ -74,10 +74,11 @@ def _from_array(part: MediaPart, info: ArrayInfo, rate: int, limits: MediaLimits
     _check_seconds(part, array.size / own_rate, limits)
     samples = array / np.float32(32768) if array.dtype == np.int16 else array
     samples = _finite(part, samples.astype(np.float32))
-    return samples if own_rate == rate else _resample(samples, int(own_rate), rate)
+    return samples if own_rate == rate else resample(samples, int(own_rate), rate)
 
 
-def _resample(samples: Samples, own_rate: int, rate: int) -> Samples:
+def resample(samples: Samples, own_rate: int, rate: int) -> Samples:
+    """float32 [samples] at `own_rate` → at `rate`, samples per second."""
     frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples[None]), format="flt", layout="mono")
     frame.sample_rate = own_rate
     resampler = _resampler(rate)
