@@ -113,7 +113,7 @@ def dictation_part(model: Any, model_dir: Path) -> Part:
     vocabulary: int = config.text_config.vocab_size
     head = nn.Linear(config.audio_config.output_dim, vocabulary + 1)
 
-    def loss(batch: Dictation) -> tuple[Tensor, dict[str, float]]:
+    def loss(batch: Dictation, step: int) -> tuple[Tensor, dict[str, float]]:
         rows = audio_encoder(model)(batch.mels, feature_lens=batch.lengths).last_hidden_state
         lengths = [rows_of(int(length)) for length in batch.lengths]
         logits = nn.utils.rnn.pad_sequence(list(head(rows).log_softmax(-1).split(lengths)))
@@ -169,4 +169,4 @@ def hearing_part(model: Any, model_dir: Path, *, size: int = 24, questions: int 
     thinker = model.thinker
     modules = [vision(model), audio_encoder(model), thinker.model, thinker.lm_head]
     sequences = SpokenSequences(model_dir, size, see.KINDS, questions, seed=1)
-    return Part("hearing", modules, sequences, lambda batch: see.answer_loss(model, batch), rate=5e-4)
+    return Part("hearing", modules, sequences, lambda batch, step: see.answer_loss(model, batch), rate=5e-4)

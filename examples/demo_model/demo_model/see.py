@@ -276,7 +276,7 @@ def encoder_part(model: Any) -> Part:
     """Trains the vision encoder."""
     labels = Labels(model.config.thinker_config.vision_config.out_hidden_size)
 
-    def loss(batch: Cells) -> tuple[Tensor, dict[str, float]]:
+    def loss(batch: Cells, step: int) -> tuple[Tensor, dict[str, float]]:
         features = vision(model)(batch.pixels, grid_thw=batch.grids).pooler_output
         return labels.loss(features, batch.things)
 
@@ -288,4 +288,4 @@ def answers_part(model: Any, model_dir: Path, *, size: int = 32, questions: int 
     thinker = model.thinker
     modules = [vision(model), thinker.model, thinker.lm_head]
     sequences = Sequences(model_dir, size, KINDS, questions)
-    return Part("answers", modules, sequences, lambda batch: answer_loss(model, batch))
+    return Part("answers", modules, sequences, lambda batch, step: answer_loss(model, batch))

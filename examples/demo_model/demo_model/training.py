@@ -31,7 +31,7 @@ class Part:
     name: str
     modules: Sequence[nn.Module]
     batch: Callable[[int], Any]
-    loss: Callable[[Any], tuple[Tensor, dict[str, float]]]
+    loss: Callable[[Any, int], tuple[Tensor, dict[str, float]]]
     rate: float = 1e-3
 
 
@@ -70,7 +70,7 @@ def train(part: Part, steps: int, directory: Path, *, minutes: float = math.inf)
     for step, batch in enumerate(_batches(part, first, steps), first):
         for group in optimizer.param_groups:
             group["lr"] = part.rate * _share(step, steps)
-        loss, values = part.loss(batch)
+        loss, values = part.loss(batch, step)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
