@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from demo_model import hear, see
+from demo_model import codec, hear, see, speak
 from demo_model.checkpoint import create
 from demo_model.training import Part, train
 from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeForConditionalGeneration
 
-STEPS = {"vision": 800, "answers": 3000, "dictation": 2000, "hearing": 2000}
+STEPS = {"vision": 800, "answers": 3000, "dictation": 2000, "hearing": 2000, "codec": 1500, "speaking": 3000}
 
 
 def main() -> None:
@@ -41,7 +41,11 @@ def _part(name: str, model: Any, directory: Path) -> Part:
         return see.encoder_part(model)
     if name == "answers":
         return see.answers_part(model, directory)
-    return hear.dictation_part(model, directory) if name == "dictation" else hear.hearing_part(model, directory)
+    if name == "dictation":
+        return hear.dictation_part(model, directory)
+    if name == "hearing":
+        return hear.hearing_part(model, directory)
+    return codec.codec_part(model) if name == "codec" else speak.speaking_part(model, directory)
 
 
 if __name__ == "__main__":

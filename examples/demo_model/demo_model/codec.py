@@ -1,8 +1,8 @@
 """Learn the codes of speech: an encoder and a residual quantiser, for training only, before the model's own vocoder.
 
-The quantiser's codebooks are the rows of the vocoder's embedding: what the encoder says of a frame is the sum of one row
-of each group, as the vocoder takes it (its input is their mean). Residual quantisation as in SoundStream (Zeghidour et
-al. 2021, section 3.3); the losses compare spectra at several resolutions.
+The quantiser's codebooks are the rows of the vocoder's embedding: what the encoder says of a frame is the sum of one
+row of each group, as the vocoder takes it (its input is their mean). Residual quantisation as in SoundStream (Zeghidour
+et al. 2021, section 3.3); the losses compare spectra at several resolutions.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class Encoder(nn.Module):
 
 
 def quantized(rows: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, T, width], [groups, codes, width] → codes [B, T, groups], their sum [B, T, width], and the loss that draws each
-    chosen row to what it stands for."""
+    """[B, T, width], [groups, codes, width] → codes [B, T, groups], their sum [B, T, width], and the loss that draws
+    each chosen row to what it stands for."""
     left, codes, loss = rows, [], rows.new_zeros(())
     for book in codebooks:
         best = torch.cdist(left.detach().flatten(0, 1), book.detach()).argmin(-1).view(left.shape[:2])

@@ -117,7 +117,7 @@ class _Sequence:
 
 def sequence(model_dir: Path, kind: str, style: str, questions: Sequence[Question]) -> _Sequence:
     """One prefix with its questions as branches of it."""
-    ids, positions = _prefix(model_dir, kind, style)
+    ids, positions = prefix(model_dir, kind, style)
     after = int(positions.max()) + 1
     parts = [(ids, torch.full_like(ids, _IGNORED), positions, torch.zeros_like(ids))]
     for number, question in enumerate(questions, 1):
@@ -142,7 +142,7 @@ def encode(model_dir: Path, text: str) -> Tensor:
 
 
 @cache
-def _prefix(model_dir: Path, kind: str, style: str) -> tuple[Tensor, Tensor]:
+def prefix(model_dir: Path, kind: str, style: str) -> tuple[Tensor, Tensor]:
     """Ids and positions [4, tokens] of a prompt up to where the question begins."""
     from transformers import AutoConfig
 
