@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from segue.graph.stage_graph import StageGraph
+from segue.messages.speech import TextToSpeech
 from segue.models.family import Family
 
 
@@ -23,6 +24,7 @@ FAMILY = Family(
     architectures=frozenset({"ToyForConditionalGeneration"}),
     graph=graph,
     stages_module="segue_toy.stages",
+    says=lambda config, model_dir: TextToSpeech(),
     appends=True,
     options=frozenset({"hold", "fail_at", "die_at", "lost_at"}),
 )
