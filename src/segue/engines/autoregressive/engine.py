@@ -25,7 +25,6 @@ from segue.engines.autoregressive.speculation.speculation import NO_SPECULATION,
 from segue.engines.autoregressive.step.active import ActiveSequences
 from segue.engines.autoregressive.step.complete import Completion
 from segue.engines.autoregressive.step.dispatch import StepInFlight
-from segue.engines.autoregressive.step.inputs import Scheduled
 from segue.engines.autoregressive.step.resources import allocate
 from segue.engines.contract import Payload, StageOutput, StageRequest
 from segue.kernels.device import end_where_lost
@@ -270,7 +269,7 @@ class AutoregressiveEngine:
         elif self._speculation is not None:
             self._speculation.propose(self._active, self._scheduler.limits, self._model.vocab_size, self._ranks)
         began = time.perf_counter()
-        decision = self._decide(() if before is None else before.runs)
+        decision = self._decide(() if before is None else tuple(before.runs.values()))
         if before is not None and (decision.preempt or not decision.runs):
             return None
         copies = self._scheduler.apply(decision)
@@ -279,18 +278,20 @@ class AutoregressiveEngine:
         self._stalled = not decision.runs and not decision.preempt
         if not decision.runs:
             return None
-        scheduled, attention = self._dispatcher.plan(decision.runs, self._active)
+        step = self._dispatcher.plan(decision.runs, self._active)
+        step.began = began
         self._scheduler.dispatched(decision.runs)
         try:
             self.resources.store.copy(copies)
             if self.resources.states is not None and self._scheduler.slots is not None:
                 self.resources.states.copy(self._scheduler.slots.take_copies())
-            ran = self._dispatcher.run(scheduled, attention, None if before is None else before.newest)
+            self._dispatcher.run(step, None if before is None else before.drawn)
         except Exception as error:  # a network may raise anything: every sequence of the step gets the error
             self._check_in_step(error)
-            return StepInFlight(scheduled, _failure(scheduled, error), began, open=False)
-        foreseeable = all(sequence.foreseeable and not sequence.wants_rows for sequence, _ in scheduled)
-        return StepInFlight(scheduled, ran, began, open=foreseeable)
+            step.failure = _failure(step, error)
+            return step
+        step.open = all(sequence.foreseeable and not sequence.wants_rows for sequence in step.runs)
+        return step
 
     def _decide(self, in_flight: Seq[Run]) -> Decision:
         """Decide the next step; with several ranks, rank 0 does."""
@@ -308,7 +309,7 @@ class AutoregressiveEngine:
     def _expect(self, step: StepInFlight) -> None:
         """Advance its sequences as if it had completed and had given each the token it draws."""
         step.expected = True
-        for sequence, run in step.scheduled:
+        for sequence, run in step.runs.items():
             if sequence in self._active:
                 drawn = run.stop == sequence.job.length
                 self._scheduler.expect(run)
@@ -317,27 +318,25 @@ class AutoregressiveEngine:
 
     def _complete(self, step: StepInFlight) -> list[StageOutput]:
         """Wait for the device, then postprocess."""
-        self._scheduler.completed(step.runs)
+        self._scheduler.completed(step.runs.values())
         if step.expected:  # undo the assumption: the real result is known
-            for sequence, run in step.scheduled:
+            for sequence, run in step.runs.items():
                 if sequence in self._active:
                     self._scheduler.recall(run)
                     sequence.refresh(self.resources.share_size)
-        ran = step.ran
-        if not isinstance(ran, StageFailed):
+        if step.failure is None:
             try:
-                result = self._dispatcher.read(ran)
+                results = self._dispatcher.read(step)
             except Exception as error:  # errors that the device reports asynchronously
                 self._check_in_step(error)
-                ran = _failure(step.scheduled, error)
-        if isinstance(ran, StageFailed):
-            outputs = self._completion.failed(step.scheduled, ran)
+                step.failure = _failure(step, error)
+        if step.failure is not None:
+            outputs = self._completion.failed(step.runs, step.failure)
         else:
-            outputs = self._completion.outputs(step.scheduled, ran, result)
+            outputs = self._completion.outputs(step, results)
             if self._speculation is not None:
-                alive = {sequence.job.key for sequence, _ in step.scheduled if sequence in self._active}
                 seconds = time.perf_counter() - step.began
-                self._speculation.learn(step.scheduled, alive, ran.hidden, ran.positions, seconds)
+                self._speculation.learn(step.runs, self._active, step.hidden, step.positions, seconds)
         self._scheduler.settle()
         self._stalled = False
         return outputs
@@ -372,11 +371,11 @@ def _ended(sequence: Sequence) -> StageOutput:
     )
 
 
-def _failure(scheduled: Seq[Scheduled], error: Exception) -> StageFailed:
+def _failure(step: StepInFlight, error: Exception) -> StageFailed:
     """Wrap a model's exception as the failure of this batch alone. Raises `DeviceLost` if the device takes no more
     calls."""
     end_where_lost(error)
-    stage = scheduled[0].sequence.request.stage
+    stage = next(iter(step.runs)).request.stage
     failed = StageFailed(f"forward failed: {type(error).__name__}: {error}", stage=stage)
     failed.__cause__ = error
     return failed

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveModel
 from segue.engines.autoregressive.sample.logprobs import Likelihoods, PromptLogprobs
-from segue.engines.autoregressive.step.inputs import Scheduled
+from segue.engines.autoregressive.schedule.jobs import Run
+from segue.engines.autoregressive.sequence import Sequence
 from segue.kernels.staging import upload
 
 SLICE_BYTES = 64 << 20
 """Logits of prompt rows are computed in slices of about this many bytes (float32), whatever the prompt's length."""
 
 
-def gather_prompt_logprobs(model: AutoregressiveModel, scheduled: Seq[Scheduled], hidden: torch.Tensor) -> None:
+def gather_prompt_logprobs(model: AutoregressiveModel, runs: Mapping[Sequence, Run], hidden: torch.Tensor) -> None:
     """Add this step's part of the requested prompt log-probabilities. `hidden` [tokens, H]: final states of the batch.
 
     The state at position p gives the log-probability of token p + 1. Values that are known already (a preempted prefill
@@ -25,7 +26,7 @@ def gather_prompt_logprobs(model: AutoregressiveModel, scheduled: Seq[Scheduled]
     rows: list[int] = []
     where: list[tuple[PromptLogprobs, int]] = []
     begin = 0
-    for sequence, run in scheduled:
+    for sequence, run in runs.items():
         asked = sequence.prompt_logprobs
         if asked is not None:
             first = max(run.start, len(asked.found) - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from segue.engines.autoregressive.cache.blocks import BlockPool, first_visible, group_key
@@ -64,7 +65,7 @@ class Scheduler:
         for run in runs:
             run.job.dispatched = run.stop
 
-    def completed(self, runs: Seq[Run]) -> None:
+    def completed(self, runs: Iterable[Run]) -> None:
         """Mark the runs as complete. Blocks of removed jobs stay readable until `settle`."""
         for run in runs:
             if run.job.dispatched == run.stop:  # otherwise a later step computes it

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container, Iterable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
-from segue.engines.autoregressive.schedule.jobs import Limits
+from segue.engines.autoregressive.schedule.jobs import Limits, Run
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.speculation.drafter import Computed, Drafter, Wanted
 from segue.engines.autoregressive.speculation.worth import Costs, Gate
-from segue.engines.autoregressive.step.inputs import Scheduled
 from segue.parallel.ranks import ALONE, Ranks
 
 NO_SPECULATION = {
@@ -105,8 +103,8 @@ class Speculation:
 
     def learn(
         self,
-        scheduled: Seq[Scheduled],
-        alive: Container[str],
+        runs: Mapping[Sequence, Run],
+        alive: Container[Sequence],
         hidden: torch.Tensor,
         positions: torch.Tensor,
         seconds: float,
@@ -119,12 +117,12 @@ class Speculation:
             with self._contained():
                 rows = self._drafter.rows(hidden)
                 if rows is not None:
-                    computed = list(_computed(scheduled, alive, rows, positions))
+                    computed = list(_computed(runs, alive, rows, positions))
                     self._drafter.observe(computed)
                     self._served = max(self._served, len(computed))
         # steps with prefill do not measure decoding
-        if all(run.tokens - run.drafts == 1 for _, run in scheduled):
-            self._batch = len(scheduled)
+        if all(run.tokens - run.drafts == 1 for run in runs.values()):
+            self._batch = len(runs)
             self._costs.step(len(hidden), seconds)
             if self._served:
                 self._costs.drafting(self._served, self._drafting)
@@ -182,14 +180,14 @@ def _wanted(sequence: Sequence, most: int) -> Wanted:
 
 
 def _computed(
-    scheduled: Seq[Scheduled], alive: Container[str], rows: torch.Tensor, positions: torch.Tensor
+    runs: Mapping[Sequence, Run], alive: Container[Sequence], rows: torch.Tensor, positions: torch.Tensor
 ) -> Iterator[Computed]:
     begin = 0
-    for sequence, run in scheduled:
+    for sequence, run in runs.items():
         job = sequence.job
         # ids do not represent such prompts, so they cannot be embedded again: only their last row is used
         start = run.start if sequence.input.plain else max(run.start, sequence.prompt_length - 1)
-        if job.key in alive and may_speculate(sequence) and start < job.computed:
+        if sequence in alive and may_speculate(sequence) and start < job.computed:
             part = slice(begin + start - run.start, begin + job.computed - run.start)
             yield Computed(job.key, sequence.ids, start, rows[part], positions[part])
         begin += run.tokens

@@ -31,8 +31,8 @@ class ActiveSequences:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._by_key.values())
 
-    def __contains__(self, sequence: Sequence) -> bool:
-        return self._by_key.get(sequence.job.key) is sequence
+    def __contains__(self, sequence: object) -> bool:
+        return isinstance(sequence, Sequence) and self._by_key.get(sequence.job.key) is sequence
 
     def __getitem__(self, key: str) -> Sequence:
         return self._by_key[key]

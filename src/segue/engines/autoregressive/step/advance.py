@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveModel, Draws, DrawsByHead, Recordable, YieldsRows
-from segue.engines.autoregressive.sample.picks import Target
+from segue.engines.autoregressive.sample.draw import Drawn, Rows, drawn_before
 from segue.engines.autoregressive.sample.sampler import RowSampler
 from segue.engines.autoregressive.step.decode_graphs import batch_sizes
-from segue.engines.autoregressive.step.inputs import Newest
 from segue.kernels.graphs.replay import USES, NetworkGraphs, Replayer, replayer_on
 from segue.kernels.staging import upload, upload_all
 from segue.parallel.ranks import ALONE, Ranks
@@ -54,29 +53,30 @@ class Advance:
             replayer.most = max(replayer.most, len(self._sizes))
             self._graphs = NetworkGraphs(self._run, device, replayer)
 
-    def recent(self, wanted: Seq[Target], newest: Newest | None) -> torch.Tensor | None:
-        """[n, looks_back, groups] long: the rows before the one that each target draws, as in `Draws`; None if the
-        stage model does not read them. `newest`: rows that are not known on the host."""
+    def recent(self, wanted: Rows, before: Drawn | None) -> torch.Tensor | None:
+        """[n, looks_back, groups] long: the rows before the one that each sequence draws, as in `Draws`; None if
+        the stage model does not read them. `before`: what the step in flight draws, not known on the host."""
         if not self._by_head:
             return None
         rows = np.full((len(wanted), self._looks_back, self.groups), -1, dtype=np.int64)
         coming: list[tuple[int, int]] = []
-        for index, target in enumerate(wanted):
-            known = target.sequence.codes[: target.generated]
-            missing = target.generated - len(known)
+        for index, sequence in enumerate(wanted):
+            generated = drawn_before(sequence)
+            known = sequence.codes[:generated]
+            missing = generated - len(known)
             end = self._looks_back - missing
             known = known[-end:] if end else []
             if known:
                 rows[index, end - len(known) : end] = known
             if missing:
-                assert newest is not None, "a row before the last is not known"
-                coming.append((index, newest.places[target.sequence.job]))
+                assert before is not None, "a row before the last is not known"
+                coming.append((index, before.places[sequence]))
         given = upload(rows, self._device)
         if coming:
-            assert newest is not None
-            assert newest.codes is not None
+            assert before is not None
+            assert before.codes is not None
             places = upload(np.array(coming, dtype=np.int64).T, self._device)
-            given[places[0], -1] = newest.codes.index_select(0, places[1])
+            given[places[0], -1] = before.codes.index_select(0, places[1])
         return given
 
     def rows(

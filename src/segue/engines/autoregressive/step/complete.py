@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from segue.engines.autoregressive.branches.beam_group import BeamGroup
 from segue.engines.autoregressive.branches.branches import Forks
-from segue.engines.autoregressive.sample.picks import Pick
+from segue.engines.autoregressive.sample.draw import StepResult
 from segue.engines.autoregressive.schedule.jobs import Run
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.speculation.speculation import Speculation
 from segue.engines.autoregressive.step.active import ActiveSequences
-from segue.engines.autoregressive.step.dispatch import Ran, StepResult
-from segue.engines.autoregressive.step.inputs import Scheduled
+from segue.engines.autoregressive.step.dispatch import StepInFlight
 from segue.engines.autoregressive.step.outputs import accept, announce, give_rows, nothing_left
 from segue.engines.autoregressive.step.resources import Resources
 from segue.engines.contract import StageOutput
@@ -37,56 +36,53 @@ class Completion:
         self.prefill_tokens = 0
         """Total since the start."""
 
-    def failed(self, scheduled: Seq[Scheduled], error: StageFailed) -> list[StageOutput]:
+    def failed(self, sequences: Iterable[Sequence], error: StageFailed) -> list[StageOutput]:
         """Fail the requests of a batch for which the model returned nothing."""
-        here = (sequence for sequence, _ in scheduled if sequence in self._active)
-        ids = dict.fromkeys(sequence.request.request_id for sequence in here)
+        ids = dict.fromkeys(sequence.request.request_id for sequence in sequences if sequence in self._active)
         return [self._active.fail(request_id, error, scrub=True) for request_id in ids]
 
-    def outputs(self, scheduled: Seq[Scheduled], ran: Ran, result: StepResult) -> list[StageOutput]:
+    def outputs(self, step: StepInFlight, results: Mapping[Sequence, StepResult]) -> list[StageOutput]:
         """Outputs of a step in the order of the flat batch, then those of beam searches that have ended."""
         outputs: list[StageOutput] = []
         begin = end = 0
-        for sequence, run in scheduled:
+        for sequence, run in step.runs.items():
             begin, end = end, end + run.tokens
-            finite = bool(result.finite[begin:end].all())
             if sequence in self._active:
-                outputs += self._given(sequence, run, ran, result.picks, slice(begin, end), finite=finite)
-            elif not finite:
+                outputs += self._given(sequence, step, results, slice(begin, end))
+            elif not results[sequence].finite:
                 # its request failed in this step or ended before it completed: its blocks have no new owner yet
                 self._active.scrub(run.job.blocks)
-        return outputs + self._advance(ran.searches)
+        return outputs + self._advance(step.searches)
 
     def _given(
-        self, sequence: Sequence, run: Run, ran: Ran, picks: dict[str, Pick], rows: slice, *, finite: bool
+        self, sequence: Sequence, step: StepInFlight, results: Mapping[Sequence, StepResult], rows: slice
     ) -> list[StageOutput]:
         """Outputs of a sequence and of the forks that start from its computed prompt. `rows`: its rows of the flat
-        batch; `finite`: their hidden states are finite."""
-        request_id = sequence.request.request_id
+        batch."""
+        request_id, run = sequence.request.request_id, step.runs[sequence]
         forks = _new_forks(sequence)
+        given = {branch: results.get(branch, StepResult()) for branch in (sequence, *forks)}
         if _stale(sequence, run):
-            picks = {}
-        taken = [picks[fork.job.key] for fork in (sequence, *forks) if fork.job.key in picks]
-        broken = not finite or not all(picked.finite for picked in taken)
-        if broken and run.drafts:
-            self._undo(sequence, run, ran.attention, rows)
+            given = {sequence: StepResult(results[sequence].finite)}
+        if run.drafts and not all(result.finite and result.finite_logits for result in given.values()):
+            self._undo(sequence, run, step.attention, rows)
             return []
-        if broken:
+        if not all(result.finite and result.finite_logits for result in given.values()):
             error = StageFailed("the model gave NaN or infinity for this request", stage=sequence.request.stage)
             return [self._active.fail(request_id, error, scrub=True)]
-        if any(picked.stuck for picked in taken):
+        if any(result.stuck for result in given.values()):
             return [self._active.fail(request_id, nothing_left(sequence))]
-        if ran.captured is None and self._store.rows is not None:
+        if step.captured is None and self._store.rows is not None:
             sequence.shareable = False  # a block without captured rows is useless to sequences that want rows
         self.prefill_tokens += max(0, min(run.stop, sequence.prompt_length) - run.start)
         if forks:  # they share the computed blocks
             self._scheduler.advance(sequence.job, run.stop, publish=sequence.shareable)
         for fork in forks:
             self._active.fork(sequence, fork)
-        captured = None if ran.captured is None else ran.captured[rows]
+        captured = None if step.captured is None else step.captured[rows]
         outputs: list[StageOutput] = []
-        for branch in (sequence, *forks):
-            output, new = self._output(branch, run, picks.get(branch.job.key), captured, forked=bool(forks))
+        for branch, result in given.items():
+            output, new = self._output(branch, run, result, captured, forked=bool(forks))
             if output.error is not None:
                 return [*outputs, self._active.fail(output.request_id, output.error)]
             if branch.over and branch.job.computed >= branch.job.ready:
@@ -110,35 +106,35 @@ class Completion:
         return []
 
     def _output(
-        self, sequence: Sequence, run: Run, picked: Pick | None, captured: torch.Tensor | None, *, forked: bool
+        self, sequence: Sequence, run: Run, result: StepResult, captured: torch.Tensor | None, *, forked: bool
     ) -> tuple[StageOutput, bool]:
         """(output of a sequence, whether it has content). `captured`: [tokens of the run, width]."""
         output = StageOutput(sequence.request.request_id, index=sequence.index)
         new = announce(sequence, run, output)
-        if picked is not None:
+        if result.tokens:
             if sequence.index == 0 and sequence.generated == 0 and not sequence.turns:
                 sequence.tell_prompt(output)
-            self._accept(sequence, run, picked, output)
+            self._accept(sequence, run, result, output)
             new = True
         sequence.emitted += len(output.token_ids)
         if output.error is not None:
             return output, new
         if not forked:
             # the newest token is never computed: rejected drafts, or tokens after an end, follow it
-            computed = run.stop if picked is None else sequence.job.length - 1
+            computed = sequence.job.length - 1 if result.tokens else run.stop
             self._scheduler.advance(sequence.job, computed, publish=sequence.shareable)
         if captured is not None and sequence.wants_rows:
             rows = captured[: sequence.job.computed - run.start]
             new |= give_rows(sequence, run, rows, self._store, output)
         return output, new
 
-    def _accept(self, sequence: Sequence, run: Run, picked: Pick, output: StageOutput) -> None:
+    def _accept(self, sequence: Sequence, run: Run, result: StepResult, output: StageOutput) -> None:
         known = sequence.generated
-        accept(sequence, picked, self._share_size, output)
+        accept(sequence, result, self._share_size, output)
         new = sequence.generated - known
         self.generated_tokens += new
         if self._speculation is not None:
-            self._speculation.verified(sequence, run.drafts, picked.accepted, new)
+            self._speculation.verified(sequence, run.drafts, result.accepted, new)
 
     def _undo(self, sequence: Sequence, run: Run, attention: PagedStep | HybridStep, rows: slice) -> None:
         """Undo a run with drafts that gave NaN: a wrong draft may cause it, and even masked it spoils earlier tokens.

@@ -3,6 +3,7 @@ if they must be decided on the host (beams, log-probabilities of prompts, gramma
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -11,13 +12,14 @@ import torch
 
 from segue.engines.autoregressive.branches.beam_group import BeamGroup
 from segue.engines.autoregressive.contract import AutoregressiveModel
-from segue.engines.autoregressive.sample.picks import Drawn, Pick, branched, targets
+from segue.engines.autoregressive.sample.draw import Drawn, StepResult, branched, drawing
 from segue.engines.autoregressive.sample.prompt_logprobs import gather_prompt_logprobs
 from segue.engines.autoregressive.schedule.jobs import Run
+from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.step.active import ActiveSequences
 from segue.engines.autoregressive.step.advance import Advance
 from segue.engines.autoregressive.step.decode_graphs import DecodeGraphs
-from segue.engines.autoregressive.step.inputs import Newest, Scheduled, flat_batch
+from segue.engines.autoregressive.step.inputs import flat_batch
 from segue.kernels.attention.paged_step import HybridStep, PagedStep, Part, paged_step, step_order, within_chunks
 from segue.kernels.kv.layout import KVLayout
 from segue.kernels.kv.states import StateStore, Stretch, state_step
@@ -28,55 +30,32 @@ from segue.parallel.ranks import ALONE, Ranks
 
 
 @dataclass(slots=True)
-class Ran:
-    """The model's results for a flat batch; their tensors may still be computing on the device."""
-
-    hidden: torch.Tensor
-    """[tokens, hidden]"""
-    captured: torch.Tensor | None
-    """[tokens, width]"""
-    attention: PagedStep | HybridStep
-    positions: torch.Tensor
-    """[tokens] on the first rotary axis."""
-    drawn: Drawn | None
-    """None if no sequence draws a token."""
-    searches: list[BeamGroup]
-    """The beam searches that have sequences in this step."""
-    back: Readback
-    """[tokens] whether the hidden states are finite, and the tensors of `drawn`."""
-
-
-@dataclass(slots=True)
 class StepInFlight:
-    """A step from its dispatch to its completion."""
+    """A step from its dispatch to its completion: its tensors may still be computing on the device."""
 
-    scheduled: list[Scheduled]
-    ran: Ran | StageFailed
-    """The failure of a batch that could not be dispatched or did not complete."""
-    began: float
-    open: bool
-    """The next step can be dispatched before this one completes."""
+    runs: dict[Sequence, Run]
+    """In the order of the flat batch."""
+    attention: PagedStep | HybridStep
+    failure: StageFailed | None = None
+    """The batch could not be dispatched: the fields below were not filled. The engine sets it."""
+    open: bool = False
+    """The next step can be dispatched before this one completes. The engine sets it."""
     expected: bool = False
     """Its sequences were advanced as if it had completed (`AutoregressiveEngine._expect`)."""
-
-    @property
-    def runs(self) -> list[Run]:
-        return [run for _, run in self.scheduled]
-
-    @property
-    def newest(self) -> Newest | None:
-        drawn = None if isinstance(self.ran, StageFailed) else self.ran.drawn
-        return None if drawn is None else drawn.newest
-
-
-@dataclass(slots=True)
-class StepResult:
-    """The results of a step on the host."""
-
-    finite: np.ndarray
-    """[tokens] bool"""
-    picks: dict[str, Pick] = field(default_factory=dict)
-    """By sequence key."""
+    began: float = 0.0
+    """`time.perf_counter()` before it was decided. The engine sets it."""
+    drawn: Drawn | None = None
+    """None if no sequence draws a token. `Dispatcher.run` fills this and all below."""
+    captured: torch.Tensor | None = None
+    """[tokens, width]"""
+    searches: list[BeamGroup] = field(default_factory=list)
+    """The beam searches that have sequences in this step."""
+    hidden: torch.Tensor = field(init=False)
+    """[tokens, hidden]"""
+    positions: torch.Tensor = field(init=False)
+    """[tokens] on the first rotary axis."""
+    back: Readback = field(init=False)
+    """[tokens] whether the hidden states are finite, and the tensors of `drawn`."""
 
 
 class Dispatcher:
@@ -104,10 +83,9 @@ class Dispatcher:
         self.advance = advance
         self._ranks = ranks
 
-    def plan(self, runs: Seq[Run], active: ActiveSequences) -> tuple[list[Scheduled], PagedStep | HybridStep]:
-        """The sequences of the step in the order of the flat batch, and the metadata for attention."""
+    def plan(self, runs: Seq[Run], active: ActiveSequences) -> StepInFlight:
+        """Order the runs of a decision as the flat batch, with the metadata for attention."""
         ordered = sorted(runs, key=step_order)
-        scheduled = [Scheduled(active[run.job.key], run) for run in ordered]
         groups = [
             paged_step(
                 self._store,
@@ -115,39 +93,45 @@ class Dispatcher:
             )
             for group in range(self._store.layout.groups)
         ]
-        return scheduled, groups[0] if len(groups) == 1 else HybridStep(groups, self._store.layout.group_of)
+        attention = groups[0] if len(groups) == 1 else HybridStep(groups, self._store.layout.group_of)
+        return StepInFlight({active[run.job.key]: run for run in ordered}, attention)
 
-    def run(self, scheduled: list[Scheduled], attention: PagedStep | HybridStep, newest: Newest | None) -> Ran:
-        """Forward, logits, draws. `newest`: tokens of the previous step if it has not completed."""
-        model = self._model
-        states = None if self._states is None else state_step(self._states, _stretches([run for _, run in scheduled]))
+    def run(self, step: StepInFlight, before: Drawn | None) -> None:
+        """Forward, logits, draws. `before`: what the previous step draws if it has not completed."""
+        model, runs = self._model, step.runs
+        states = None if self._states is None else state_step(self._states, _stretches(runs.values()))
         groups = 0 if self.advance is None else self.advance.groups
-        embeds, batch = flat_batch(model, scheduled, attention, newest, states, groups=groups)
+        embeds, batch = flat_batch(model, runs, step.attention, before, states, groups=groups)
         recorded = None if self.graphs is None else self.graphs.run(embeds, batch)
         self.recorded_steps += recorded is not None
-        hidden, captured = recorded or model.forward(embeds, batch)
+        step.hidden, captured = recorded or model.forward(embeds, batch)
         if captured is not None and self._store.rows is not None:
             captured = captured.to(self._store.rows.dtype)
-            self._store.rows.index_copy_(0, attention.slots, captured)
-        finite = torch.isfinite(hidden.sum(dim=-1, dtype=torch.float32))
-        gather_prompt_logprobs(model, scheduled, hidden)
-        searches = list(
-            dict.fromkeys(sequence.branches for sequence, _ in scheduled if isinstance(sequence.branches, BeamGroup))
+            self._store.rows.index_copy_(0, step.attention.slots, captured)
+        step.captured, step.positions = captured, batch.positions[0]
+        finite = torch.isfinite(step.hidden.sum(dim=-1, dtype=torch.float32))
+        gather_prompt_logprobs(model, runs, step.hidden)
+        step.searches = list(
+            dict.fromkeys(sequence.branches for sequence in runs if isinstance(sequence.branches, BeamGroup))
         )
-        drawn = self._draw(scheduled, hidden, newest)
-        results = [finite, *(drawn.tensors if drawn is not None else ())]
+        step.drawn = self._draw(runs, step.hidden, before)
+        results = [finite, *(step.drawn.tensors if step.drawn is not None else ())]
         self._ranks.agree(results)
-        back = Readback(results)
-        return Ran(hidden, captured, attention, batch.positions[0], drawn, searches, back)
+        step.back = Readback(results)
 
-    def read(self, ran: Ran) -> StepResult:
-        """Wait for the device and return the results on the host."""
-        finite, *arrays = ran.back.wait()
-        return StepResult(finite, {} if ran.drawn is None else ran.drawn.settle(arrays, self._model.vocabulary))
+    def read(self, step: StepInFlight) -> dict[Sequence, StepResult]:
+        """Wait for the device and return the results of its sequences, and of forks that draw from their rows."""
+        finite, *arrays = step.back.wait()
+        results = {} if step.drawn is None else step.drawn.settle(arrays, self._model.vocabulary)
+        end = 0
+        for sequence, run in step.runs.items():
+            begin, end = end, end + run.tokens
+            results.setdefault(sequence, StepResult()).finite = bool(finite[begin:end].all())
+        return results
 
-    def _draw(self, scheduled: list[Scheduled], hidden: torch.Tensor, newest: Newest | None) -> Drawn | None:
-        wanted, of_beams = branched(targets(scheduled), self._share_size)
-        rows = [row for target in wanted for row in target.rows]
+    def _draw(self, runs: Mapping[Sequence, Run], hidden: torch.Tensor, before: Drawn | None) -> Drawn | None:
+        wanted, of_beams = branched(drawing(runs), self._share_size)
+        rows = [row for its in wanted.values() for row in its]
         count = len(rows)
         rows += [row for beams in of_beams.values() for row in beams]
         if not rows:
@@ -158,7 +142,7 @@ class Dispatcher:
         logits = self._model.logits(hidden)
         drawn = None
         if wanted:
-            recent = None if self.advance is None else self.advance.recent(wanted, newest)
+            recent = None if self.advance is None else self.advance.recent(wanted, before)
             drawn = Drawn(wanted, logits[:count], hidden[:count], self.advance, recent)
         if of_beams:  # a search reads them on the host
             self._ranks.agree([logits[count:]])
@@ -179,7 +163,7 @@ def _parts(run: Run, group: int, layout: KVLayout, block_size: int) -> list[Part
     return within_chunks(part, layout.windows[group], before, block_size)
 
 
-def _stretches(runs: Seq[Run]) -> list[Stretch]:
+def _stretches(runs: Iterable[Run]) -> list[Stretch]:
     """The runs, split where their states are kept."""
     stretches = []
     for run in runs:

@@ -3,50 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveModel, EmbedsInPlace, FlatBatch, Prompt
-from segue.engines.autoregressive.schedule.jobs import Job, Run
+from segue.engines.autoregressive.sample.draw import Drawn
+from segue.engines.autoregressive.schedule.jobs import Run
 from segue.engines.autoregressive.sequence import Sequence
 from segue.kernels.attention.paged_step import HybridStep, PagedStep
 from segue.kernels.kv.states import StateStep
 from segue.kernels.staging import upload_all
 
 
-class Scheduled(NamedTuple):
-    """A sequence and its run in the step."""
-
-    sequence: Sequence
-    run: Run
-
-
-class Newest(NamedTuple):
-    """Drawn tokens that are not known on the host yet."""
-
-    tokens: torch.Tensor
-    """[n] long"""
-    places: Mapping[Job, int]
-    """Index in `tokens` of the token after each sequence's known ones."""
-    codes: torch.Tensor | None
-    """[n, groups] long: the rows of these tokens, if the stage model yields rows of codes."""
-
-
 def flat_batch(
     model: AutoregressiveModel,
-    scheduled: Seq[Scheduled],
+    runs: Mapping[Sequence, Run],
     attention: PagedStep | HybridStep,
-    newest: Newest | None,
+    before: Drawn | None,
     states: StateStep | None = None,
     *,
     groups: int = 0,
 ) -> tuple[torch.Tensor, FlatBatch]:
     """(embeddings [tokens, hidden], the batch). Prompts with their own embeddings keep them; all other tokens are
-    embedded in one call, or two if generated tokens are conditioned or rows of codes. `newest`: for sequences that run
-    beyond their known tokens. `groups`: codes per row; 0: tokens are single ids."""
+    embedded in one call, or two if generated tokens are conditioned or rows of codes. `before`: what the step in flight
+    draws, for sequences that run beyond their known tokens. `groups`: codes per row; 0: tokens are single ids."""
     ids: list[int] = []
     coming: list[tuple[int, int]] = []
     places: list[np.ndarray] = []
@@ -58,12 +39,12 @@ def flat_batch(
     codes_coming: list[tuple[int, int]] = []
     prompts: list[tuple[Prompt | None, int, int]] = []
     starts: list[int] = []
-    for sequence, run in scheduled:
+    for sequence, run in runs.items():
         begin = len(ids)
         ids += sequence.tokens(run.start, run.stop)
         if len(ids) < begin + run.tokens:
-            assert newest is not None
-            coming.append((len(ids), newest.places[run.job]))
+            assert before is not None
+            coming.append((len(ids), before.places[sequence]))
             ids.append(0)
         assert len(ids) == begin + run.tokens, "a run covers tokens that were not drawn"
         places.append(sequence.positions(run.start, run.stop))
@@ -94,8 +75,8 @@ def flat_batch(
         arrays += [np.array(codes, dtype=np.int64).reshape(-1, groups), _pairs(codes_coming)]
     token_ids, positions, moves, *of_rows = upload_all(arrays, model.device)
     if coming:
-        assert newest is not None
-        token_ids.index_copy_(0, moves[0], newest.tokens.index_select(0, moves[1]))
+        assert before is not None
+        token_ids.index_copy_(0, moves[0], before.tokens.index_select(0, moves[1]))
     if isinstance(model, EmbedsInPlace):
         batch = FlatBatch(token_ids, None, positions, attention, prompts, states, places=starts)
         return model.embed_batch(batch), batch
@@ -105,7 +86,7 @@ def flat_batch(
     if generated:
         rows = torch.cat(conditioning) if conditioning else None
         if groups:
-            pieces += _embed_rows(model, of_rows[0], of_rows[1], newest, generated, rows)
+            pieces += _embed_rows(model, of_rows[0], of_rows[1], before, generated, rows)
         else:
             pieces += _embed(model, token_ids, generated, rows)
     pieces.sort(key=lambda piece: piece[0])
@@ -150,16 +131,16 @@ def _embed_rows(
     model: AutoregressiveModel,
     codes: torch.Tensor,
     moves: torch.Tensor,
-    newest: Newest | None,
+    before: Drawn | None,
     ranges: list[tuple[int, int]],
     rows: torch.Tensor | None,
 ) -> list[tuple[int, torch.Tensor]]:
     """Embed rows of codes [n, groups], the tokens of these ranges in order: the pieces, each with its start. `moves`
-    [2, m]: indices of rows that are not known on the host, and where `newest` has them."""
+    [2, m]: indices of rows that are not known on the host, and where `before` has them."""
     if moves.shape[1]:
-        assert newest is not None
-        assert newest.codes is not None
-        codes.index_copy_(0, moves[0], newest.codes.index_select(0, moves[1]))
+        assert before is not None
+        assert before.codes is not None
+        codes.index_copy_(0, moves[0], before.codes.index_select(0, moves[1]))
     embedded = model.embed(codes, rows).split([end - begin for begin, end in ranges])
     return [(begin, piece) for (begin, _), piece in zip(ranges, embedded, strict=True)]
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from segue.engines.autoregressive.contract import Then
-from segue.engines.autoregressive.sample.picks import Pick
+from segue.engines.autoregressive.sample.draw import StepResult
 from segue.engines.autoregressive.schedule.jobs import Run
 from segue.engines.autoregressive.sequence import Sequence, TextOutput
 from segue.engines.contract import Rows, StageOutput
@@ -78,16 +78,16 @@ def _text_again(sequence: Sequence, ids: list[int], end: TurnEnd | None) -> str:
     return out
 
 
-def accept(sequence: Sequence, picked: Pick, block_size: int, output: StageOutput) -> None:
+def accept(sequence: Sequence, result: StepResult, block_size: int, output: StageOutput) -> None:
     """Append the new tokens up to one that ends the output; set their text and whether the output ends. `block_size`:
     as for `Sequence.append`."""
-    scores = picked.scores or [one.chosen.logprob for one in picked.logprobs]
-    for count, token in enumerate(picked.tokens, 1):
-        row = picked.codes[count - 1 : count]
+    scores = result.scores or [one.chosen.logprob for one in result.logprobs]
+    for count, token in enumerate(result.tokens, 1):
+        row = result.codes[count - 1 : count]
         sequence.append(token, block_size, row)
         output.token_ids = [*output.token_ids, token]
         output.codes = [*output.codes, *row]
-        output.logprobs = picked.logprobs[:count]
+        output.logprobs = result.logprobs[:count]
         sequence.logprob += sum(scores[count - 1 : count])
         may_stop = sequence.generated >= sequence.min_tokens
         if sequence.grammar is not None and not sequence.grammar.accept(token):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,36 +17,25 @@ from segue.engines.autoregressive.grammar.grammar import GrammarRows, apply_gram
 from segue.engines.autoregressive.sample.logprobs import Likelihoods, token_logprobs
 from segue.engines.autoregressive.sample.penalties import apply_rules
 from segue.engines.autoregressive.sample.sampler import RowSampler, choose
+from segue.engines.autoregressive.schedule.jobs import Run
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.speculation.drafter import accepted
-from segue.engines.autoregressive.step.inputs import Newest, Scheduled
 from segue.kernels.staging import upload
 from segue.messages.deltas import TokenLogprobs
 
 
 @dataclass(slots=True)
-class Target:
-    """A sequence that gets tokens in this step, and the rows of the flat batch whose logits determine them."""
+class StepResult:
+    """What a step gives one sequence."""
 
-    sequence: Sequence
-    rows: range
-    """The row of its last known token, and one per draft after it."""
-    generated: int
-    """Tokens generated before the one drawn from the first row."""
-    drafts: list[int] = field(default_factory=list)
-    """Draft tokens to verify: `rows[j]` sees drafts[:j]."""
-
-
-@dataclass(slots=True)
-class Pick:
-    """The tokens drawn for a target."""
-
-    tokens: list[int] = field(default_factory=list)
-    """New tokens, at least one if `finite`."""
     finite: bool = True
+    """False if a hidden state was NaN or infinite."""
+    finite_logits: bool = True
     """False if a logit was NaN or infinite: then there are no tokens."""
     stuck: bool = False
     """True if the request's constraints forbid every token: then there are no tokens."""
+    tokens: list[int] = field(default_factory=list)
+    """New tokens; none if its known ones are not all computed yet."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Parallel to `tokens`, if the request asks for them."""
     scores: list[float] = field(default_factory=list)
@@ -56,40 +46,46 @@ class Pick:
     """Parallel to `tokens`: their rows, if the stage model yields rows of codes."""
 
 
-def targets(scheduled: Seq[Scheduled]) -> list[Target]:
-    """The sequences whose known tokens are all computed after this step."""
-    found, end = [], 0
-    for sequence, run in scheduled:
+Rows = Mapping[Sequence, range]
+"""By sequence that draws: the rows whose logits determine its tokens. The first is that of its last known token; one
+row per draft follows."""
+
+
+def drawing(runs: Mapping[Sequence, Run]) -> dict[Sequence, range]:
+    """The sequences whose known tokens are all computed after this step, with their rows of the flat batch."""
+    found, end = {}, 0
+    for sequence, run in runs.items():
         end += run.tokens
         if run.stop - run.drafts == sequence.job.length:
-            # its newest token may not be known on the host
-            generated = run.stop - run.drafts - sequence.prompt_length
-            rows = range(end - 1 - run.drafts, end)
-            found.append(Target(sequence, rows, generated, sequence.drafts[: run.drafts]))
+            found[sequence] = range(end - 1 - run.drafts, end)
     return found
 
 
-def branched(wanted: Seq[Target], block_size: int) -> tuple[list[Target], dict[BeamGroup, list[int]]]:
+def branched(wanted: Rows, block_size: int) -> tuple[dict[Sequence, range], dict[BeamGroup, list[int]]]:
     """(the sequences that draw tokens, the rows of each beam search's beams, best first).
 
     A request whose prompt completes in this step is forked here: all its forks draw from the same row.
     """
-    drawing: list[Target] = []
+    draws: dict[Sequence, range] = {}
     searches: dict[BeamGroup, list[int]] = {}
-    of_beam = {target.sequence.job.key: target.rows.start for target in wanted}
-    for target in wanted:
-        sequence, branches = target.sequence, target.sequence.branches
+    for sequence, rows in wanted.items():
+        branches = sequence.branches
         if isinstance(branches, Forks) and not branches.forked:
             # a fork with several tokens of an earlier attempt must compute those first
             now = [fork for fork in branches.fork(block_size) if fork.job.length == sequence.prompt_length]
-            drawing += [Target(fork, target.rows, fork.generated) for fork in now]
+            draws.update(dict.fromkeys(now, rows))
         elif not isinstance(branches, BeamGroup):
-            drawing.append(target)
+            draws[sequence] = rows
         elif sequence in branches.beams:
-            searches.setdefault(branches, [of_beam[beam.job.key] for beam in branches.beams])
+            searches.setdefault(branches, [wanted[beam].start for beam in branches.beams])
         elif not branches.beams:
-            searches[branches] = list(target.rows)
-    return drawing, searches
+            searches[branches] = list(rows)
+    return draws, searches
+
+
+def drawn_before(sequence: Sequence) -> int:
+    """Tokens generated before the one that it draws; the last of them may not be known on the host."""
+    return sequence.job.length - sequence.prompt_length
 
 
 class CompletesRows(Protocol):
@@ -107,26 +103,31 @@ class CompletesRows(Protocol):
 
 
 class Drawn:
-    """Tokens drawn for some targets, on the device; `settle` turns them into `Pick`s on the host."""
+    """Tokens that a step draws, on the device; `settle` turns them into results on the host."""
 
     def __init__(
         self,
-        wanted: Seq[Target],
+        wanted: Rows,
         logits: torch.Tensor,
         hidden: torch.Tensor,
         advance: CompletesRows | None = None,
         recent: torch.Tensor | None = None,
     ) -> None:
-        """`logits` [rows of all targets, vocab] float32, which may be modified; `hidden` [rows, hidden] gave them.
+        """`logits` [rows of all sequences, vocab] float32, which may be modified; `hidden` [rows, hidden] gave them.
         `recent`: for `advance` that reads the rows before, as in `Draws`."""
-        self._wanted = wanted
-        sequences = [target.sequence for target in wanted for _ in target.rows]
+        sequences = [sequence for sequence, rows in wanted.items() for _ in rows]
+        self._sequences = sequences
+        self.places: dict[Sequence, int] = {}
+        """Index in `tokens` of the token after each sequence's known ones."""
+        for place, sequence in enumerate(sequences):
+            self.places.setdefault(sequence, place)
+        self._drafts = {sequence: sequence.drafts[: len(rows) - 1] for sequence, rows in wanted.items()}
         finite = torch.isfinite(logits.sum(dim=-1))
         self._with_logprobs = [row for row, sequence in enumerate(sequences) if sequence.logprobs is not None]
         self._scored = scored(sequences)
         likely = _likelihoods(sequences, self._with_logprobs, logits)
         before = _some(logits, self._scored).log_softmax(dim=-1) if self._scored else None
-        samplers, generated = _rules(wanted, logits)
+        samplers, generated = _rules(self._drafts, logits)
         stuck = _stuck(sequences, logits)
         self.tokens = _forced(sequences, choose(logits, samplers, generated))
         """[rows] long; each is within the vocabulary, even if logits are NaN."""
@@ -143,52 +144,43 @@ class Drawn:
         self.tensors = [self.tokens, finite, stuck, *rows, *scores, *asked]
         """The tensors that `settle` needs on the host."""
 
-    @property
-    def newest(self) -> Newest:
-        """The last token of each target without drafts, for the next step."""
-        places, begin = {}, 0
-        for target in self._wanted:
-            places[target.sequence.job] = begin
-            begin += len(target.rows)
-        return Newest(self.tokens, places, self.codes)
-
-    def settle(self, arrays: Seq[np.ndarray], vocabulary: Vocabulary | None) -> dict[str, Pick]:
-        """Picks by sequence key. `arrays`: `tensors`, copied to the host."""
+    def settle(self, arrays: Seq[np.ndarray], vocabulary: Vocabulary | None) -> dict[Sequence, StepResult]:
+        """The results by sequence. `arrays`: `tensors`, copied to the host."""
         rest = list(arrays)
         drawn, finite = rest.pop(0).tolist(), rest.pop(0).tolist()
         stuck = set(np.flatnonzero(rest.pop(0)).tolist())
         codes = None if self.codes is None else rest.pop(0).tolist()
         scores = dict(zip(self._scored, rest.pop(0)[:, 0].tolist() if self._scored else (), strict=True))
-        sequences = [target.sequence for target in self._wanted for _ in target.rows]
-        asking = [asked for row in self._with_logprobs if (asked := sequences[row].logprobs) is not None]
+        asking = [asked for row in self._with_logprobs if (asked := self._sequences[row].logprobs) is not None]
         likely = dict(zip(self._with_logprobs, token_logprobs(asking, rest, vocabulary) if asking else (), strict=True))
-        picks, begin = {}, 0
-        for target in self._wanted:
-            rows = range(begin, begin + len(target.rows))
-            begin = rows.stop
-            picked = _settle(target.drafts, [drawn[row] for row in rows], all(finite[row] for row in rows), rows, stuck)
-            kept = rows[: len(picked.tokens)]
-            picked.logprobs = [likely[row] for row in kept if row in likely]
-            picked.scores = [scores[row] for row in kept if row in scores]
+        results = {}
+        for sequence, begin in self.places.items():
+            drafts = self._drafts[sequence]
+            rows = range(begin, begin + len(drafts) + 1)
+            result = _settle(drafts, [drawn[row] for row in rows], all(finite[row] for row in rows), rows, stuck)
+            kept = rows[: len(result.tokens)]
+            result.logprobs = [likely[row] for row in kept if row in likely]
+            result.scores = [scores[row] for row in kept if row in scores]
             if codes is not None:
-                picked.codes = [codes[row] for row in kept]
-            picks[target.sequence.job.key] = picked
-        return picks
+                result.codes = [codes[row] for row in kept]
+            results[sequence] = result
+        return results
 
 
-def _rules(wanted: Seq[Target], logits: torch.Tensor) -> tuple[list[RowSampler], list[int]]:
-    """Apply rules and grammars to the logits; return per row its sampler and its number of generated tokens."""
+def _rules(drafts: Mapping[Sequence, list[int]], logits: torch.Tensor) -> tuple[list[RowSampler], list[int]]:
+    """Apply rules and grammars to the logits; return per row its sampler and its number of generated tokens. `drafts`:
+    by sequence; the row after the first j of them sees these j."""
     samplers: list[RowSampler] = []
     generated: list[int] = []
     held: list[GrammarRows] = []
-    for target in wanted:
-        assert target.sequence.sampler is not None
+    for sequence, drafted in drafts.items():
+        assert sequence.sampler is not None
         # a token of an earlier attempt is taken regardless of the grammar
-        if target.sequence.grammar is not None and target.sequence.forced is None:
-            held.append(GrammarRows(target.sequence.grammar, len(samplers), target.drafts))
-        for place in range(len(target.rows)):
-            samplers.append(target.sequence.sampler.after(target.drafts[:place]))
-            generated.append(target.generated + place)
+        if sequence.grammar is not None and sequence.forced is None:
+            held.append(GrammarRows(sequence.grammar, len(samplers), drafted))
+        for place in range(len(drafted) + 1):
+            samplers.append(sequence.sampler.after(drafted[:place]))
+            generated.append(drawn_before(sequence) + place)
     if not all(sampler.rules.plain for sampler in samplers):
         apply_rules(logits, [sampler.rules for sampler in samplers], generated)
     apply_grammars(logits, held)
@@ -213,18 +205,18 @@ def _forced_rows(sequences: Seq[Sequence], codes: torch.Tensor) -> torch.Tensor:
     return torch.where(upload(has, codes.device), upload(np.array(forced), codes.device), codes)
 
 
-def _settle(drafts: list[int], drawn: list[int], finite: bool, rows: range, stuck: set[int]) -> Pick:
-    """The pick of one target from its draws: `drawn` at `rows` of the logits, of which `stuck` have no allowed token.
+def _settle(drafts: list[int], drawn: list[int], finite: bool, rows: range, stuck: set[int]) -> StepResult:
+    """The result of a sequence from its draws: `drawn` at `rows` of the logits, of which `stuck` have no allowed token.
 
     A stuck row after drafts only ends them: the next step reaches it again and reports it.
     """
     if not finite:
-        return Pick(finite=False)
+        return StepResult(finite_logits=False)
     choosable = next((place for place, row in enumerate(rows) if row in stuck), len(rows))
     if not choosable:
-        return Pick(stuck=True)
+        return StepResult(stuck=True)
     count = accepted(drafts[: choosable - 1], drawn[:choosable])
-    return Pick(drawn[: count + 1], accepted=count)
+    return StepResult(tokens=drawn[: count + 1], accepted=count)
 
 
 def _likelihoods(sequences: Seq[Sequence], telling: Seq[int], logits: torch.Tensor) -> Likelihoods | None:
