@@ -3,5 +3,5 @@
 `active` holds the sequences of an engine. Before the first step, `resources` allocates, `check` compares a flat batch
 with single sequences, and `warm_up` runs the first shapes. `invariant` makes results independent of the batch.
 
-Doors: `active`, `complete`, `dispatch`, `inputs`, `invariant`, `resources`.
+Doors: `active`, `complete`, `dispatch`, `invariant`, `resources`.
 """
