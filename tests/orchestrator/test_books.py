@@ -10,7 +10,7 @@ from segue.graph.walk import WalkStage
 from segue.messages.request import Request
 from segue.messages.wire import Emission, OutputEnd, StageDone
 from segue.orchestrator.client_queue import ClientQueue
-from segue.orchestrator.request_state import RequestState, StageState
+from segue.orchestrator.request_state import RequestState
 
 NAMES = ("thinker", "talker", "vocoder")
 GIVES = ({"text"}, set(), {"audio"})
@@ -22,10 +22,9 @@ def books() -> RequestState:
         for at, (name, gives) in enumerate(zip(NAMES, GIVES, strict=True))
     }
     made = RequestState(Request(request_id="r"), walk, "thinker", ClientQueue(1 << 20))
-    made.stages = {
-        name: StageState(tuple(stage.upstreams), tuple(stage.downstreams), worker=name, attempt=1)
-        for name, stage in walk.items()
-    }
+    made.begin_visits()
+    for name, stage in made.stages.items():
+        stage.worker, stage.attempt = name, 1
     return made
 
 

@@ -51,6 +51,11 @@ class StageRequest:
     """The turns of `resume` that had ended, if the input is open."""
     kept: dict[str, Any] = field(default_factory=dict)
     """What a transfer keeps from one output of the request to the next, by a key of its own. A new attempt has none."""
+    visit: int = 0
+    """Which of the request's visits of the stage this is; of one that holds, the first."""
+    returns: bool = False
+    """A walk may return to the stage: after each visit, the request holds (`Holds`). `turns` are then the visits of
+    `resume` that had ended."""
     priority: int = 0
     arrival: float = field(default_factory=time.monotonic)
 
@@ -100,7 +105,7 @@ class StageOutput:
     """Diffusion: (steps done, total steps) of sample `index`."""
     finished: bool = False
     turn_ended: bool = False
-    """A turn has ended, and the request goes on when more input is appended."""
+    """A turn or a visit has ended, and the request goes on when more input is appended."""
     finish_reason: str = ""
     """When finished, or a turn has ended: `stop`, `length`, `repetition`."""
     stop_reason: int | str | None = None
@@ -204,3 +209,14 @@ class Engine(Protocol):
 
     def stats(self) -> dict[str, float]:
         """Gauges for /metrics: `waiting`, `running`, `batch` (size of the last step), and the engine's own."""
+
+
+@runtime_checkable
+class Holds(Protocol):
+    """An engine whose requests can be visited again (`StageRequest.returns`): what is fed is appended and only held."""
+
+    def go_on(self, request_id: str) -> None:
+        """All input of this visit has been fed: draw, until an output with `turn_ended`. Unknown ids are ignored."""
+
+    def close(self, request_id: str) -> None:
+        """There is no further visit: end the request with an output that is `finished`. Unknown ids are ignored."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from segue.engines.autoregressive.contract import LoraHost
-from segue.engines.contract import Engine, Payload, StageOutput, StageRequest
+from segue.engines.contract import Engine, Holds, Payload, StageOutput, StageRequest
 from segue.kernels.device import end_where_lost
 from segue.kernels.linear.lora import Lora
 from segue.messages.errors import SegueError
@@ -59,6 +59,18 @@ class Resume(msgspec.Struct, tag=True, array_like=True):
     request_id: str
 
 
+class GoOn(msgspec.Struct, tag=True, array_like=True):
+    """`Holds.go_on`."""
+
+    request_id: str
+
+
+class Close(msgspec.Struct, tag=True, array_like=True):
+    """`Holds.close`."""
+
+    request_id: str
+
+
 class Step(msgspec.Struct, tag=True, array_like=True):
     """`Engine.step`; the values that rank 0 decides on in it follow."""
 
@@ -80,7 +92,7 @@ class UnloadAdapter(msgspec.Struct, tag=True, array_like=True):
     name: str
 
 
-Event = Add | Feed | Cancel | Pause | Resume | Step | Compare | LoadAdapter | UnloadAdapter
+Event = Add | Feed | Cancel | Pause | Resume | GoOn | Close | Step | Compare | LoadAdapter | UnloadAdapter
 
 
 @runtime_checkable
@@ -123,6 +135,16 @@ class Leading:
     def resume(self, request_id: str) -> None:
         self._tell(Resume(request_id))
         self.inner.resume(request_id)
+
+    def go_on(self, request_id: str) -> None:
+        assert isinstance(self.inner, Holds)
+        self._tell(GoOn(request_id))
+        self.inner.go_on(request_id)
+
+    def close(self, request_id: str) -> None:
+        assert isinstance(self.inner, Holds)
+        self._tell(Close(request_id))
+        self.inner.close(request_id)
 
     def backlog(self, request_id: str) -> int:
         return self.inner.backlog(request_id)
@@ -197,6 +219,12 @@ def _apply(event: Event, engine: RankedEngine, ranks: Ranks, lora: LoraHost | No
             engine.pause(request_id)
         case Resume(request_id):
             engine.resume(request_id)
+        case GoOn(request_id):
+            assert isinstance(engine, Holds)
+            engine.go_on(request_id)
+        case Close(request_id):
+            assert isinstance(engine, Holds)
+            engine.close(request_id)
         case Step():
             engine.step()
         case Compare():

@@ -60,8 +60,8 @@ def member_of(stage: str) -> str:
 
 
 def own_name(stage: str) -> str:
-    """Return the name of a stage within its own model, which its family knows it by."""
-    return stage.rpartition(".")[2]
+    """Return the name of a stage, or of the stage of a visit, within its own model, which its family knows it by."""
+    return stage_of(stage.rpartition(".")[2])
 
 
 def visit_name(stage: str, visit: int) -> str:

@@ -1,13 +1,15 @@
 """Every control message that crosses a process, and the one codec for them (msgpack by msgspec).
 
-    orchestrator → worker   Begin, Append, Throttle, Resend, Moved, Drop, PeerLost, LoadAdapter, UnloadAdapter, Ping,
-                            Shutdown
+    orchestrator → worker   Begin, Return, Close, Append, Throttle, Resend, Forgo, Moved, Drop, PeerLost, LoadAdapter,
+                            UnloadAdapter, Ping, Shutdown
     worker → orchestrator   Loading, Ready, StartFailed, Progress, InputDone, InputLost, StageDone, Failed, Stats,
                             AdapterLoaded
     worker → worker         Chunk, Consumed
 
 Payloads never travel here: a `Chunk` carries the connector's metadata. Every message about a request carries the
-attempt of the stage that it is about; receivers drop messages of past attempts.
+attempt of the stage that it is about; receivers drop messages of past attempts. Where a stage is visited again, the
+messages about a later visit name it in place of the stage (`segue.graph.parts.visit_name`); all visits of a sequence
+that holds go by the stage's name.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class Peer(msgspec.Struct, frozen=True):
 
     stage: str
     worker: str
-    """Unique per incarnation: a restarted worker has another name."""
+    """Unique per incarnation: a restarted worker has another name. Empty: it is not known yet if and where it runs."""
     address: str
     """The worker's inbox."""
     attempt: int
@@ -51,7 +53,32 @@ class Begin(msgspec.Struct, tag=True):
     resume: list[list[Unit]] = []
     """For each output, the units that the journal holds from an earlier attempt."""
     turns: list[TurnEnd] = []
-    """The turns among them that had ended, if the request is open."""
+    """The turns among them that had ended, if the request is open; the visits that had, if it holds."""
+    holds: bool = False
+    """After each visit, hold the sequence until `Return` or `Close`."""
+    served: list[str] = []
+    """Downstream stages that get nothing of this visit, because they have it already or are not visited."""
+    facts: bool = False
+    """Report the facts of the output (`StageDone.facts`): the next visits depend on them."""
+
+
+class Return(msgspec.Struct, tag=True):
+    """The walk returns to a stage that holds: its next visit takes what `upstreams` send. Comes in the order of visits,
+    to a new attempt again from the first."""
+
+    request_id: str
+    stage: str
+    attempt: int
+    upstreams: list[Peer]
+    downstreams: list[Peer]
+
+
+class Close(msgspec.Struct, tag=True):
+    """The walk does not return to a stage that holds: its sequence ends after the visits so far."""
+
+    request_id: str
+    stage: str
+    attempt: int
 
 
 class Append(msgspec.Struct, tag=True):
@@ -79,6 +106,14 @@ class Resend(msgspec.Struct, tag=True):
     request_id: str
     source: str
     target: Peer
+
+
+class Forgo(msgspec.Struct, tag=True):
+    """What waits on an edge is not wanted: its condition does not hold."""
+
+    request_id: str
+    source: str
+    target: str
 
 
 class Moved(msgspec.Struct, tag=True):
@@ -231,6 +266,8 @@ class StageDone(msgspec.Struct, tag=True):
     """When it made its first output."""
     ended: float
     """When it made its last output."""
+    facts: dict[str, int | float | str | bool] = {}
+    """Numbers, texts and truth values at the top of its last payload, if `Begin` asks for them."""
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -291,9 +328,12 @@ class Consumed(msgspec.Struct, tag=True):
 
 ToWorker = (
     Begin
+    | Return
+    | Close
     | Append
     | Throttle
     | Resend
+    | Forgo
     | Moved
     | Drop
     | PeerLost

@@ -18,7 +18,7 @@ import msgspec
 
 from segue.graph.deployment.deployment import Plan
 from segue.graph.kinds.registry import kind_of
-from segue.graph.parts import OUTPUT, is_input, only_reads, own_name
+from segue.graph.parts import OUTPUT, is_input, number_of, only_reads, own_name, stage_of, visit_name
 from segue.messages.deltas import Delta, Finished
 from segue.messages.errors import (
     Cancelled,
@@ -36,21 +36,25 @@ from segue.messages.sampling import SamplingParams, merged
 from segue.messages.wire import (
     Append,
     Begin,
+    Close,
     Drop,
+    Emission,
     Failed,
+    Forgo,
     InputDone,
     InputLost,
     Moved,
     Peer,
     Progress,
     Resend,
+    Return,
     StageDone,
     Stats,
     Throttle,
     ToOrchestrator,
 )
 from segue.orchestrator.client_queue import ClientQueue
-from segue.orchestrator.request_state import RequestState, StageState, stages_to_rerun
+from segue.orchestrator.request_state import RequestState, stages_to_rerun
 from segue.orchestrator.workers.replicas import Replica
 from segue.orchestrator.workers.router import Router, has_media
 from segue.orchestrator.workers.supervisor import OnProgress, Supervisor
@@ -221,11 +225,14 @@ class Orchestrator:
                 request.sampling = {**request.sampling, name: own}
         queue = ClientQueue(self.plan.limits.unread_bytes)
         state = RequestState(request=request, walk=walk, main=self.graph.main_of(request.member), queue=queue)
-        for name, stage in walk.items():
-            state.stages[name] = StageState(tuple(stage.upstreams), tuple(stage.downstreams))
-            if kind_of(self.plan.stages[name].engine).samples:
-                state.journal[name] = {}
-        if state.main not in state.stages:
+        head = state.course.head
+        if head is not None and kind_of(self.plan.stages[head].engine).holds:
+            if request.open:
+                raise InvalidRequest(f"open is set, but this request may return to stage {head!r}", field="open")
+            state.held = head
+        self._begin_visits(state)
+        state.decide()
+        if state.main not in walk:
             made = (name for name, stage in reversed(walk.items()) if own_name(name) != OUTPUT)
             state.main = next(name for name in made if walk[name].to_client or walk[name].encoded)
         deadline = request.deadline
@@ -241,25 +248,56 @@ class Orchestrator:
         self._launch(state, set(state.stages))
         return state
 
+    def _begin_visits(self, state: RequestState) -> list[str]:
+        """Begin the visits that can begin now, without launching them. Returns them."""
+        new = state.begin_visits()
+        for visit in new:
+            if kind_of(self.plan.stages[stage_of(visit)].engine).samples:
+                state.journal.setdefault(state.node(visit), {})
+        return new
+
+    def _proceed(self, state: RequestState) -> None:
+        """Let a request go on after one of its visits has ended."""
+        course, open_before = state.course, not state.course.closed
+        new = self._begin_visits(state)
+        state.waiting |= {state.node(visit) for visit in new if state.node(visit) != state.held or visit == state.held}
+        for source, target in state.decide():
+            if source not in state.waiting:
+                self.supervisor.send(state.stages[source].address, Forgo(state.id, source, target))
+        if state.held is not None and state.held not in state.waiting and state.held in state.stages:
+            for visit in new:
+                if stage_of(visit) == state.held and visit != state.held:
+                    self._send_return(state, number_of(visit), state.waiting)
+                    for up in map(state.node, course.begun[visit]):
+                        if up not in state.waiting:
+                            self._send_resend(state, up, state.held)
+            if open_before and course.closed and not state.stages[state.held].done:
+                self._send_close(state)
+        if state.waiting:
+            self._launch(state, set())
+        if state.complete():
+            self._end(state, None)
+
     def _launch(self, state: RequestState, names: set[str]) -> None:
         """Start or restart stages as soon as each has a ready worker."""
         state.waiting |= names
         chosen: dict[tuple[str, ...], Replica] = {}
         for name in state.waiting:
-            group = self.replicas.group_of(name)
+            group = self.replicas.group_of(stage_of(name))
             if group in chosen:
                 continue
             replica = self._router.choose(state, group)
             if replica is None:
-                if self.replicas.hopeless(name):
-                    self._end(state, StageLost(f"stage {name!r} could not be restarted", stage=name))
+                if self.replicas.hopeless(stage_of(name)):
+                    stage = stage_of(name)
+                    self._end(state, StageLost(f"stage {stage!r} could not be restarted", stage=stage))
                 elif only_reads(group):
                     self._unread[state.id] = None  # `_read` calls this again
                 return  # `worker_ready` calls this again
             chosen[group] = replica
         begin, state.waiting = state.waiting, set()
         for name in begin:
-            stage_state, replica = state.stages[name], chosen[self.replicas.group_of(name)]
+            stage_state, replica = state.stages[name], chosen[self.replicas.group_of(stage_of(name))]
             before, stage_state.worker, stage_state.address = stage_state.worker, replica.worker, replica.address
             stage_state.attempt += 1
             stage_state.done = False
@@ -286,42 +324,89 @@ class Orchestrator:
         stripped = msgspec.structs.replace(
             state.request, messages=[], received=[], prompt=None, prompt_token_ids=None, prompt_embeds=None
         )
-        for name, stage in reversed(state.walk.items()):
+        for name, stage_state in reversed(state.stages.items()):
             if name not in begin:
                 continue
-            stage_state = state.stages[name]
+            stage = state.walk[stage_of(name)]
+            downstreams, served = self._downstreams(state, name, begin)
+            first = state.course.begun[name]
             message = Begin(
                 request=state.request if name == state.input else stripped,
                 stage=name,
                 attempt=stage_state.attempt,
-                upstreams=[self._peer(state, up) for up in stage_state.upstreams],
-                downstreams=[self._peer(state, down) for down in stage_state.downstreams],
+                upstreams=[self._peer(state, state.node(up)) for up in first],
+                downstreams=downstreams,
                 to_client=sorted(stage.to_client),
                 encoded=sorted(stage.encoded),
                 resume=state.resume(name),
                 turns=state.turns.get(name, []),
+                holds=name == state.held,
+                served=served,
+                facts=bool(stage.on),
             )
             self.supervisor.send(stage_state.address, message)
+            if name == state.held:
+                for number in range(1, state.course.last + 1):
+                    self._send_return(state, number, begin)
+                if state.course.closed:
+                    self._send_close(state)
             for piece in state.appended if name == state.input else ():
                 self._send_piece(state, piece)
             if state.queue.behind and (stage.to_client or stage.encoded):
                 self._send_throttle(state, name)
-            for down in stage_state.downstreams:
-                if down not in begin and not state.stages[down].done:
+            for down in dict.fromkeys(stage_state.downstreams):
+                if down not in begin and not state.stages[down].done and state.stages[down].address:
                     self.supervisor.send(state.stages[down].address, Moved(state.id, self._peer(state, name), down))
         for name in begin:
-            for up in state.stages[name].upstreams:
+            for up in dict.fromkeys(state.stages[name].upstreams):
                 if up not in begin:
-                    self.supervisor.send(state.stages[up].address, Resend(state.id, up, self._peer(state, name)))
+                    self._send_resend(state, up, name)
+
+    def _downstreams(self, state: RequestState, visit: str, begin: set[str]) -> tuple[list[Peer], list[str]]:
+        """Return the receivers of a visit's output, and the names of those that want nothing of it. One that may yet
+        want it, or has no worker now, has an empty one. `begin`: stages that start with it."""
+        peers: list[Peer] = []
+        served: list[str] = []
+        for target in state.course.targets(visit):
+            down = state.node(target)
+            if not state.course.decided(visit, target):
+                peers.append(Peer(down, "", "", 0))
+            elif visit not in state.course.begun.get(target, ()):
+                served.append(down)
+            elif down in state.waiting or (down in begin and not state.stages[down].worker):
+                peers.append(Peer(down, "", "", 0))
+            elif state.stages[down].done and down not in begin:
+                served.append(down)
+            else:
+                peers.append(self._peer(state, down))
+        return peers, served
+
+    def _send_return(self, state: RequestState, number: int, begin: set[str]) -> None:
+        """Tell the stage that holds about another visit of it. `begin`: stages that start with it."""
+        assert state.held is not None
+        visit, here = visit_name(state.held, number), state.stages[state.held]
+        upstreams = [self._peer(state, state.node(up)) for up in state.course.begun[visit]]
+        message = Return(state.id, state.held, here.attempt, upstreams, self._downstreams(state, visit, begin)[0])
+        self.supervisor.send(here.address, message)
+
+    def _send_close(self, state: RequestState) -> None:
+        assert state.held is not None
+        here = state.stages[state.held]
+        self.supervisor.send(here.address, Close(state.id, state.held, here.attempt))
+
+    def _send_resend(self, state: RequestState, source: str, target: str) -> None:
+        message = Resend(state.id, source, self._peer(state, target))
+        self.supervisor.send(state.stages[source].address, message)
 
     def _throttle(self, state: RequestState) -> None:
         """Pause the stages that answer the client while it is behind; let them go on when it has caught up."""
         if self.requests.get(state.id) is not state:
             return  # it ended: nothing more is made
-        for name, stage in state.walk.items():
+        for name, stage_state in state.stages.items():
+            stage = state.walk[stage_of(name)]
             # A new attempt is informed after its `Begin`. A stage whose output is encoded waits as well, before it uses
             # up the edge's budget, which other requests share.
-            if (stage.to_client or stage.encoded) and name not in state.waiting and not state.stages[name].done:
+            if (stage.to_client or stage.encoded) and name not in state.waiting and not stage_state.done:
                 self._send_throttle(state, name)
 
     def _send_throttle(self, state: RequestState, stage: str) -> None:
@@ -360,18 +445,17 @@ class Orchestrator:
         match message:
             case Progress():
                 for emission in message.emissions:
-                    state = self._current(message.worker, emission.request_id, emission.stage, emission.attempt)
-                    for delta in state.took(emission) if state else ():
-                        assert state is not None
-                        if state.queue.put(delta):
-                            self._throttle(state)
+                    self._on_emission(message.worker, emission)
             case StageDone():
                 self._read(message)
                 if state := self._current(message.worker, message.request_id, message.stage, message.attempt):
-                    state.ended(message)
+                    try:
+                        state.ended(message)
+                    except SegueError as error:
+                        self._end(state, error)
+                        return
                     self._at_rest(state, message.worker)
-                    if state.complete():
-                        self._end(state, None)
+                    self._proceed(state)
             case InputDone():
                 if state := self._current(message.worker, message.request_id, message.stage, message.attempt):
                     state.stages[message.stage].inputs_done.add(message.source)
@@ -380,8 +464,23 @@ class Orchestrator:
             case Failed():
                 self._read(message)
                 if state := self._current(message.worker, message.request_id, message.stage, message.attempt):
-                    error = error_from(message.kind, message.message, field=message.field, stage=message.stage)
-                    self._end(state, error)
+                    stage = stage_of(message.stage)
+                    self._end(state, error_from(message.kind, message.message, field=message.field, stage=stage))
+
+    def _on_emission(self, worker: str, emission: Emission) -> None:
+        state = self._current(worker, emission.request_id, emission.stage, emission.attempt)
+        if state is None:
+            return
+        try:
+            deltas = state.took(emission)
+        except SegueError as error:  # of a condition on the output
+            self._end(state, error)
+            return
+        for delta in deltas:
+            if state.queue.put(delta):
+                self._throttle(state)
+        if emission.turn is not None and emission.stage == state.held:
+            self._proceed(state)
 
     def _read(self, message: StageDone | Failed) -> None:
         """Start the next waiting request when an input worker is done with one, even a cancelled one, that has
@@ -398,7 +497,9 @@ class Orchestrator:
         state = self.requests.get(request_id)
         if state is None:
             return None
-        stage_state = state.stages[stage]
+        stage_state = state.stages.get(stage)
+        if stage_state is None:
+            return None
         return state if stage_state.worker == worker and stage_state.attempt == attempt else None
 
     # ── recovery ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -424,16 +525,15 @@ class Orchestrator:
         if message.stage in state.waiting:
             return  # it is about to restart anyway
         state.blamed.add(state.stages[message.source].worker)
-        self._lost(state, {message.stage, message.source}, message.source)
+        self._lost(state, {message.stage, message.source}, stage_of(message.source))
 
     def worker_lost(self, what: str, *, planned: bool = False) -> None:
         """Restart every affected request on other workers after a death, or fail it if its retries are spent."""
         alive = self.replicas.alive()
         for state in list(self.requests.values()):
-            placed = {name: stage_state for name, stage_state in state.stages.items() if stage_state.worker}
             if state.given() and not state.workers() <= alive:
                 self._end(state, None)  # the client has everything; only the dead workers' reports are lost
-            elif stages_to_rerun(placed, alive) - state.waiting:
+            elif stages_to_rerun(state.stages, alive) - state.waiting:
                 self._lost(state, set(), what, counted=planned or bool(state.blamed - alive))
                 state.blamed &= alive
             elif state.waiting:

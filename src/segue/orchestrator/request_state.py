@@ -9,6 +9,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
+from segue.graph.course import Course
+from segue.graph.parts import Outcome, number_of, stage_of, visit_name
 from segue.graph.stage_graph import Walk
 from segue.messages.deltas import (
     AudioDelta,
@@ -35,10 +39,12 @@ from segue.orchestrator.client_queue import ClientQueue
 
 @dataclass(slots=True)
 class StageState:
-    """The orchestrator's state of one stage of one request."""
+    """The orchestrator's state of one visit of a stage, or of all visits of a sequence that holds."""
 
-    upstreams: tuple[str, ...]
-    downstreams: tuple[str, ...]
+    upstreams: tuple[str, ...] = ()
+    downstreams: tuple[str, ...] = ()
+    undecided: bool = False
+    """Further downstreams may want its output."""
     worker: str = ""
     """The worker incarnation that runs it; empty before the first."""
     address: str = ""
@@ -51,16 +57,21 @@ class StageState:
 def settled(name: str, stages: dict[str, StageState]) -> bool:
     """Whether nobody needs this stage or its worker's retained payloads any more."""
     stage = stages[name]
-    return stage.done and all(stages[down].done or name in stages[down].inputs_done for down in stage.downstreams)
+    return (
+        stage.done
+        and not stage.undecided
+        and all(stages[down].done or name in stages[down].inputs_done for down in stage.downstreams)
+    )
 
 
 def stages_to_rerun(stages: dict[str, StageState], alive: set[str], start: Iterable[str] = ()) -> set[str]:
-    """Return the stages that must restart, given the workers that are alive.
+    """Return the stages that must restart, given the workers that are alive. Those that have not started need not.
 
     A stage must restart if its worker is gone before it was settled. So must the upstream of a restarting stage if it
     cannot resend its chunks: its worker is gone as well, or it has freed them because this stage had finished. `start`
     names stages that must restart for another reason.
     """
+    alive = alive | {""}
     again = set(start)
     again.update(name for name, stage in stages.items() if stage.worker not in alive and not settled(name, stages))
     frontier = list(again)
@@ -83,15 +94,22 @@ class RequestState:
     main: str
     queue: ClientQueue
     admitted: float = field(default_factory=time.monotonic)
+    held: str | None = None
+    """The stage whose sequence holds between the visits of a walk that returns to it."""
     stages: dict[str, StageState] = field(default_factory=dict)
+    """By name of the visit; all visits of `held` by its name."""
+    course: Course = field(init=False)
+    _open: set[tuple[str, str]] = field(default_factory=set)
+    """(visit, target) of edges that may be taken or not."""
     journal: dict[str, dict[int, list[Unit]]] = field(default_factory=dict)
     """Autoregressive stage → output → all units that it has emitted."""
     turns: dict[str, list[TurnEnd]] = field(default_factory=dict)
-    """Autoregressive stage → the turns that ended among the units of its output, if the request is open."""
+    """Autoregressive stage → the turns that ended among the units of its output, if the request is open; of `held`, the
+    visits."""
     appended: list[Piece | None] = field(default_factory=list)
     """What was appended to the open request, in order; None: its input was closed."""
-    delivered: dict[Stream, int] = field(default_factory=dict)
-    """Output → units that the client has."""
+    delivered: dict[tuple[str, Stream], int] = field(default_factory=dict)
+    """(visit, its output) → units that the client has."""
     waiting: set[str] = field(default_factory=set)
     """Stages to start as soon as their groups have a ready worker."""
     losses: Counter[str] = field(default_factory=Counter)
@@ -108,6 +126,9 @@ class RequestState:
     prefix: list[bytes] | None = None
     """Hash chain of its prompt, once a stage is routed by it (`segue.orchestrator.workers.affinity`)."""
 
+    def __post_init__(self) -> None:
+        self.course = Course(self.walk)
+
     @property
     def id(self) -> str:
         return self.request.request_id
@@ -121,6 +142,43 @@ class RequestState:
     def reader(self) -> str:
         """The stage whose prompt is the request's: the main one, or, if that draws no tokens, the first that does."""
         return self.main if self.main in self.journal else next(iter(self.journal), self.main)
+
+    def node(self, visit: str) -> str:
+        """Return the name under which a visit is in `stages`."""
+        return stage_of(visit) if stage_of(visit) == self.held else visit
+
+    def visits_of(self, node: str) -> list[str]:
+        """Return the visits that an entry of `stages` stands for."""
+        return [visit_name(node, number) for number in range(self.course.last + 1)] if node == self.held else [node]
+
+    def begin_visits(self) -> list[str]:
+        """Begin the visits that can begin now, and return them."""
+        new = self.course.advance()
+        for visit in new:
+            node = self.node(visit)
+            here = self.stages.setdefault(node, StageState())
+            upstreams = tuple(map(self.node, self.course.begun[visit]))
+            here.upstreams += upstreams
+            for up in upstreams:
+                self.stages[up].downstreams += (node,)
+        return new
+
+    def decide(self) -> list[tuple[str, str]]:
+        """Update which stages' output may yet be wanted. Returns the (source, target) of edges that are now known
+        not to be taken."""
+        forgone: list[tuple[str, str]] = []
+        for node, stage in self.stages.items():
+            stage.undecided = False
+            for visit in self.visits_of(node):
+                for target in self.course.targets(visit):
+                    if not self.course.decided(visit, target):
+                        stage.undecided = True
+                        self._open.add((visit, target))
+                    elif (visit, target) in self._open:
+                        self._open.discard((visit, target))
+                        if visit not in self.course.begun.get(target, ()):
+                            forgone.append((node, self.node(target)))
+        return forgone
 
     def workers(self) -> set[str]:
         return {stage.worker for stage in self.stages.values() if stage.worker}
@@ -139,9 +197,9 @@ class RequestState:
                 self.usage.prompt_modalities = emission.modality_tokens
         fresh: list[Delta] = []
         for delta in emission.deltas:
-            stream = stream_of(delta)
-            have = self.delivered.get(stream, 0)
-            self.delivered[stream] = max(have, delta.end)
+            output = (stage, stream_of(delta))
+            have = self.delivered.get(output, 0)
+            self.delivered[output] = max(have, delta.end)
             if (new := after(delta, have, had_ids)) is not None:
                 fresh.append(new)
                 self._count(new)
@@ -149,25 +207,44 @@ class RequestState:
             ended = self.turns.setdefault(stage, [])
             if not ended or emission.turn.units > ended[-1].units:
                 ended.append(emission.turn)
-                if stage == self.main:
+                if stage == self.held:
+                    self._visited(ended)
+                elif stage == self.main:
                     fresh.append(TurnEnded(stage, emission.turn.finish_reason, emission.turn.stop_reason))
         if emission.end is not None and stage == self.main and emission.index not in self.ends_sent:
             self.ends_sent.add(emission.index)
             fresh += [ChoiceEnded(stage, choice) for choice in self._choices([emission.end])]
         return fresh
 
+    def _visited(self, ended: list[TurnEnd]) -> None:
+        """Record that the sequence that holds has ended another visit."""
+        assert self.held is not None
+        last, number = ended[-1], len(ended) - 1
+        before = ended[-2].units if number else 0
+        ids = ids_of(self.journal[self.held][0][before : last.units])
+        outcome = Outcome(number, last.finish_reason, last.stop_reason, tuple(ids))
+        self.course.end(visit_name(self.held, number), outcome, self.request)
+
     def ended(self, done: StageDone) -> None:
         """Record the end of a stage."""
         self.stages[done.stage].done = True
+        if done.stage == self.held:
+            self.course.finish()  # it may have ended by itself
+        self.course.end(self.visits_of(done.stage)[-1], self._outcome(done), self.request)
         start = self.admitted
         for what, begin, end in (
             ("queue", done.began, done.started),
             ("first", done.started, done.first),
             ("run", done.first, done.ended),
         ):
-            self.metrics.spans.append((done.stage, what, begin - start, end - start))
-        if done.stage == self.main:
+            self.metrics.spans.append((stage_of(done.stage), what, begin - start, end - start))
+        if stage_of(done.stage) == self.main:
             self.ends = done.ends
+
+    def _outcome(self, done: StageDone) -> Outcome:
+        end = done.ends[0] if done.ends else OutputEnd(0, "")
+        ids = ids_of(self.journal.get(done.stage, {}).get(0, []))
+        return Outcome(number_of(done.stage), end.finish_reason, end.stop_reason, tuple(ids), done.facts)
 
     def resume(self, stage: str) -> list[list[Unit]]:
         """Return the units that each output of a stage has emitted, from which a new attempt continues."""
@@ -175,25 +252,34 @@ class RequestState:
         return [journal.get(index, []) for index in range(max(journal, default=-1) + 1)]
 
     def complete(self) -> bool:
-        """Whether every stage is done. Chunks go from worker to worker, reports another way: the last stage may be done
-        before its upstreams have reported their last ids."""
-        return all(self.stages[name].done for name in self.walk)
+        """Whether every stage is done and none is visited again. Chunks go from worker to worker, reports another way:
+        the last stage may be done before its upstreams have reported their last ids."""
+        return self.course.over and all(stage.done for stage in self.stages.values())
 
     def given(self) -> bool:
         """Whether the client has all that it asked for."""
-        return all(self.stages[name].done for name, stage in self.walk.items() if stage.to_client)
+        answering = (node for name, node in self.stages.items() if self.walk[stage_of(name)].to_client)
+        return self.course.over and all(node.done for node in answering)
 
     def finished(self) -> Finished:
         """Return the last delta."""
         self.metrics.jct = time.monotonic() - self.admitted
         self.metrics.attempts = 1 + self.losses.total()
-        for stage, outputs in self.journal.items():
+        token_ids: dict[str, list[int]] = {}
+        counts: Counter[str] = Counter()
+        for visit, outputs in self.journal.items():
             # ids of an internal stage count for its downstream modality: a talker's codes are audio
+            stage = stage_of(visit)
             kind = "text" if "text" in self.walk[stage].to_client else _modality_below(stage, self.walk)
-            self.usage.completion_modalities[kind] = sum(map(len, outputs.values()))
+            counts[stage] += sum(map(len, outputs.values()))
+            self.usage.completion_modalities[kind] = counts[stage]
+            token_ids[stage] = token_ids.get(stage, []) + ids_of(outputs.get(0, []))
+        if self.course.stopped_by is not None:
+            stop = f"the bound of edge {self.course.stopped_by}"
+            self.ends = [msgspec.structs.replace(end, finish_reason="length", stop_reason=stop) for end in self.ends]
         return Finished(
             finish_reason=self.ends[0].finish_reason if self.ends else "stop",
-            token_ids={stage: ids_of(outputs.get(0, [])) for stage, outputs in self.journal.items()},
+            token_ids=token_ids,
             usage=self.usage,
             metrics=self.metrics,
             choices=self._choices(self.ends),

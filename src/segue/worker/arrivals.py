@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from segue.connectors.base import Arrived, Coming, Connector, Fetched, Gone
+from segue.graph.parts import stage_of
 from segue.messages.errors import StageFailed
 from segue.messages.wire import Chunk
 
@@ -68,7 +69,7 @@ class Arrivals:
     def refuse(self, chunk: Chunk) -> None:
         """Free the payload of a chunk that is not wanted any more."""
         if chunk.meta is not None:
-            self._connectors[chunk.source.stage, chunk.target].release(chunk.request_id, chunk.meta)
+            self._connectors[_edge(chunk)].release(chunk.request_id, chunk.meta)
 
     def count(self) -> int:
         """Return the number of chunks that wait."""
@@ -77,7 +78,7 @@ class Arrivals:
     def _fetch(self, chunk: Chunk) -> Fetched | None:
         if chunk.meta is None:
             return None
-        edge = (chunk.source.stage, chunk.target)
+        edge = _edge(chunk)
         try:
             found = self._connectors[edge].fetch(*edge, chunk.request_id, chunk.meta, self._wake_once)
         except StageFailed as error:  # bytes from another process: they cost this payload, never the worker
@@ -90,3 +91,8 @@ class Arrivals:
         if not self._woken:
             self._woken = True
             self._wake()
+
+
+def _edge(chunk: Chunk) -> tuple[str, str]:
+    """The stages of a chunk's two ends, which may be visited several times."""
+    return stage_of(chunk.source.stage), stage_of(chunk.target)

@@ -3,6 +3,8 @@
 A flow is one edge of one request. Its chunks wait in `pending` while the edge's byte budget is used up or the connector
 has no space; the stage's engine then pauses the request. The first is held
 back until `Channel.start` chunks wait, or the stream has ended.
+A flow whose target is not known yet (`Peer.worker` is empty) keeps its chunks like retained ones, until they are to be
+resent to the target, or not wanted.
 One chunk is always sent if the downstream stage has nothing left of this flow: it may wait for this very chunk (no
 deadlock with any budget).
 """
@@ -14,7 +16,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from segue.connectors import payload as codec
 from segue.connectors.base import Connector, Payload
+from segue.graph.parts import stage_of
 from segue.messages.wire import Chunk, Peer
 from segue.worker.retained import Key, RetainedStore
 
@@ -53,6 +57,11 @@ class _Flow:
     def key(self) -> Key:
         return (self.request_id, self.source.stage, self.target.stage)
 
+    @property
+    def waits(self) -> bool:
+        """Whether its target is not known yet."""
+        return not self.target.worker
+
 
 Send = Callable[[str, Chunk], None]
 """Sends a chunk to an address."""
@@ -68,21 +77,23 @@ class Outbox:
         self._flows: dict[Key, _Flow] = {}
         self._stuck: set[Key] = set()
         """Flows with pending chunks."""
-        self._targets: dict[str, list[str]] = {}
-        for source, target in channels:
-            self._targets.setdefault(source, []).append(target)
 
     def open(self, request_id: str, source: Peer, target: Peer) -> None:
         """Open the flow of a request over an edge. A new attempt of the source restarts the flow."""
         key = (request_id, source.stage, target.stage)
         self._close(key)
-        self._flows[key] = _Flow(request_id, source, target, self._channels[source.stage, target.stage])
+        channel = self._channels[stage_of(source.stage), stage_of(target.stage)]
+        self._flows[key] = _Flow(request_id, source, target, channel)
 
     def push(self, request_id: str, source: str, target: str, payload: Payload | None, *, final: bool) -> None:
         """Send one chunk downstream, and keep it until the downstream stage has finished."""
         flow = self._flows.get((request_id, source, target))
         if flow is None:
             return  # the request was dropped meanwhile
+        if flow.waits:
+            size = 0 if payload is None else codec.measure(payload).size
+            self.retained.append(flow.key, payload, size, final=final)
+            return
         flow.pending.append((payload, final))
         self._pump(flow)
 
@@ -102,6 +113,10 @@ class Outbox:
         self._pump(flow)
         return True
 
+    def forgo(self, request_id: str, source: str, target: str) -> None:
+        """Free what waits for a target that the request does not visit."""
+        self._close((request_id, source, target))
+
     def consumed(self, request_id: str, source: str, target: Peer, seq: int, *, finished: bool) -> None:
         """Handle the report that the downstream stage has used chunks up to `seq`, or has finished the request."""
         flow = self._flows.get((request_id, source, target.stage))
@@ -120,7 +135,7 @@ class Outbox:
 
     def blocked(self, request_id: str, source: str) -> bool:
         """Whether some chunk of this stage's request cannot be sent."""
-        return any((request_id, source, target) in self._stuck for target in self._targets.get(source, ()))
+        return any(key[:2] == (request_id, source) for key in self._stuck)
 
     def waiting(self) -> bool:
         return bool(self._stuck)
@@ -138,8 +153,9 @@ class Outbox:
             for edge, channel in self._channels.items()
         }
         for (_, source, target), flow in self._flows.items():
-            held[source, target]["flows"] += 1
-            held[source, target]["pending_chunks"] += len(flow.pending)
+            edge = held[stage_of(source), stage_of(target)]
+            edge["flows"] += 1
+            edge["pending_chunks"] += len(flow.pending)
         return held
 
     def close(self) -> None:
@@ -168,11 +184,10 @@ class Outbox:
             payload, final = flow.pending[0]
             meta, nbytes = None, 0
             if payload is not None:
-                ok, nbytes, meta = channel.connector.put(flow.source.stage, flow.target.stage, flow.request_id, payload)
+                edge = (stage_of(flow.source.stage), stage_of(flow.target.stage))
+                ok, nbytes, meta = channel.connector.put(*edge, flow.request_id, payload)
                 if not ok and not flow.unconsumed and channel.inline is not None:
-                    ok, nbytes, meta = channel.inline.put(
-                        flow.source.stage, flow.target.stage, flow.request_id, payload
-                    )
+                    ok, nbytes, meta = channel.inline.put(*edge, flow.request_id, payload)
                 if not ok:
                     return
             flow.pending.popleft()

@@ -13,9 +13,10 @@ import msgspec
 
 from segue.connectors.base import Connector
 from segue.engines.autoregressive.contract import LoraHost
+from segue.engines.autoregressive.hold import turn_seed
 from segue.engines.contract import Engine, StageOutput, StageRequest, Transfer
 from segue.graph.deployment.stage_plan import StagePlan
-from segue.graph.parts import CLIENT, OUTPUT, TOKENS, full_name, is_input, member_of, own_name
+from segue.graph.parts import CLIENT, OUTPUT, TOKENS, full_name, is_input, member_of, number_of, own_name
 from segue.kernels.device import end_where_lost
 from segue.media.files import PREVIEW
 from segue.messages.deltas import (
@@ -23,6 +24,7 @@ from segue.messages.deltas import (
     ClassesDelta,
     ClientDelta,
     EmbeddingDelta,
+    EncodedDelta,
     ImageDelta,
     ProgressDelta,
     ScoreDelta,
@@ -34,7 +36,7 @@ from segue.messages.errors import ConfigError, InvalidRequest, SegueError, Stage
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams, merged
 from segue.messages.units import TurnEnd
-from segue.messages.wire import AdapterLoaded, Begin, Emission, LoadAdapter, OutputEnd, Peer
+from segue.messages.wire import AdapterLoaded, Begin, Emission, LoadAdapter, OutputEnd, Peer, Return
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +71,18 @@ class Visit:
     first: float = 0.0
     made: Counter[tuple[str, int]] = field(default_factory=Counter)
     """(kind, output) → units made so far in this attempt, for the client or the output stage."""
+    downstreams: list[Peer] = field(default_factory=list)
+    """Receivers of this visit's output; none between two visits of a sequence that holds."""
+    awaited: set[str] = field(default_factory=set)
+    """Upstreams of this visit whose input is not complete; empty once a sequence that holds draws."""
+    returns: deque[Return] = field(default_factory=deque)
+    """Further visits of a sequence that holds, in order."""
+    between: bool = False
+    """It holds after a visit."""
+    closed: bool = False
+    """It has no further visit."""
+    facts: dict[str, int | float | str | bool] = field(default_factory=dict)
+    """As in `StageDone`."""
     ends: list[OutputEnd] = field(default_factory=list)
     """Ends of the finished outputs; the request is done when all have ended."""
     started: float = 0.0
@@ -86,12 +100,38 @@ class Visit:
     complete: set[str] = field(default_factory=set)
     """Upstreams whose last chunk the engine has; a later attempt of them adds nothing."""
 
+    @property
+    def request_id(self) -> str:
+        """The request's id; the engine's differs in later visits."""
+        return self.begin.request.request_id
+
     def release(self) -> None:
         """Release all payloads taken for the request, which the engine no longer uses."""
         for connector, meta in self.taken:
-            connector.release(self.request.request_id, meta)
+            connector.release(self.request_id, meta)
         for chunk in self.unused:
-            chunk.release(self.request.request_id)
+            chunk.release(self.request_id)
+
+    def receive(self, peers: list[Peer]) -> None:
+        """Expect the input of a visit from these upstreams."""
+        self.upstreams.update({peer.stage: peer for peer in peers})
+        self.next_seq.update({peer.stage: 0 for peer in peers})
+        self.awaited = {peer.stage for peer in peers}
+
+    def moved(self, source: Peer) -> None:
+        """Expect the chunks of an upstream's new attempt."""
+        name = source.stage
+        for coming in self.returns:
+            coming.upstreams = [source if peer.stage == name else peer for peer in coming.upstreams]
+        if name not in self.upstreams:
+            return
+        self.upstreams[name] = source
+        self.fed[name] = max(self.fed.get(name, 0), self.next_seq[name])
+        self.next_seq[name] = 0
+        # the old attempt no longer needs to know that its chunks were used
+        for chunk in self.unused:
+            if chunk.source == name:
+                chunk.source = ""
 
 
 @dataclass(slots=True)
@@ -106,6 +146,11 @@ class StageRunner:
     lora: LoraHost | None = None
     """The host of LoRA adapters, if the stage takes them."""
     visits: dict[str, Visit] = field(default_factory=dict)
+    """By the request's id in the engine (`engine_id`)."""
+
+    def visit(self, request_id: str, name: str) -> Visit | None:
+        """Return a visit of the request by its name, if the engine has it."""
+        return self.visits.get(engine_id(request_id, name))
 
     def begin(self, begin: Begin, self_peer: Peer) -> None:
         """Register the request with the engine. Raises `SegueError` if the engine refuses it."""
@@ -113,32 +158,37 @@ class StageRunner:
         sampling = merged(request=asked, deployment=self.plan.sampling, family=self.default_sampling)
         seed = sampling.seed if sampling.seed is not None else begin.request.seed
         assert seed is not None, "the orchestrator gives every request a seed"
+        number = number_of(begin.stage)
         upstreams = frozenset(own_name(peer.stage) for peer in begin.upstreams)
         if is_input(begin.stage) and begin.request.open:
             upstreams |= {CLIENT}
         request = StageRequest(
-            request_id=begin.request.request_id,
+            request_id=engine_id(begin.request.request_id, begin.stage),
             stage=self.plan.name,
             request=_own(begin.request),
             sampling=sampling,
-            seed=seed,
+            seed=turn_seed(seed, number),
             upstreams=upstreams,
-            downstreams=frozenset(own_name(peer.stage) for peer in begin.downstreams),
+            downstreams=frozenset(map(own_name, [*(peer.stage for peer in begin.downstreams), *begin.served])),
             to_client=frozenset(begin.to_client),
             encoded=frozenset(begin.encoded),
             resume=begin.resume[0] if begin.resume else [],
             resume_others=begin.resume[1:],
             turns=begin.turns,
+            visit=number,
+            returns=begin.holds,
             priority=begin.request.priority if self.plan.scheduling == "priority" else 0,
         )
         visit = Visit(
             begin=begin,
             request=request,
             self_peer=self_peer,
-            upstreams={peer.stage: peer for peer in begin.upstreams},
-            next_seq={peer.stage: 0 for peer in begin.upstreams},
+            upstreams={},
+            next_seq={},
             began=time.monotonic(),
+            downstreams=begin.downstreams,
         )
+        visit.receive(begin.upstreams)
         self.engine.add(request)
         self.visits[request.request_id] = visit
 
@@ -155,14 +205,14 @@ class StageRunner:
 
     def emission(self, visit: Visit, output: StageOutput) -> Emission | None:
         """Return the report of an output to the orchestrator, or None if there is nothing to report."""
-        deltas = client_deltas(visit.request, output, visit.made)
+        deltas = _numbered(client_deltas(visit.request, output, visit.made), visit)
         end = end_of(output) if output.finished and visit.request.outputs > 1 else None
         turn = turn_end_of(output) if output.turn_ended else None
         if not deltas and not output.token_ids and not output.prompt_tokens and end is None:
             return None
         return Emission(
-            request_id=output.request_id,
-            stage=self.plan.name,
+            request_id=visit.request_id,
+            stage=visit.begin.stage,
             attempt=visit.begin.attempt,
             index=output.index,
             units=list(output.codes or output.token_ids),
@@ -191,6 +241,31 @@ class StageRunner:
         if "video" in encoded and "video" in payload:
             parts.append(_video_part(self.plan.name, payload))
         return {"parts": parts} if parts else None
+
+
+def engine_id(request_id: str, visit: str) -> str:
+    """Return the id by which a stage's engine knows a request: its visits may overlap while one is run again."""
+    return f"{request_id}\0@{number_of(visit)}" if number_of(visit) else request_id
+
+
+def _numbered(deltas: list[ClientDelta], visit: Visit) -> list[ClientDelta]:
+    """Number the images, videos and files of a later visit after those of the visits before."""
+    asked = visit.request.request.diffusion
+    before = number_of(visit.begin.stage) * ((asked.num_images_per_prompt if asked is not None else None) or 1)
+    if not before:
+        return deltas
+    numbered: list[ClientDelta] = []
+    for delta in deltas:
+        if isinstance(delta, ImageDelta | VideoDelta | ProgressDelta | EncodedDelta):
+            numbered.append(msgspec.structs.replace(delta, index=delta.index + before))
+        else:
+            numbered.append(delta)
+    return numbered
+
+
+def facts_of(payload: Mapping[str, Any] | None) -> dict[str, int | float | str | bool]:
+    """Return what conditions on outputs may look at in a payload: its numbers, texts and truth values."""
+    return {key: value for key, value in (payload or {}).items() if isinstance(value, int | float | str | bool)}
 
 
 def end_of(output: StageOutput) -> OutputEnd:

@@ -10,18 +10,20 @@ import time
 from collections import OrderedDict, deque
 
 from segue.connectors.base import Arrived, Coming, Connector, Gone
-from segue.engines.contract import StageOutput
-from segue.graph.parts import CLIENT, OUTPUT, is_input, own_name
+from segue.engines.contract import Holds, StageOutput
+from segue.graph.parts import CLIENT, OUTPUT, is_input, own_name, stage_of
 from segue.messages.errors import Cancelled, InvalidRequest, SegueError
 from segue.messages.process import WorkerSpec
 from segue.messages.wire import (
     Append,
     Begin,
     Chunk,
+    Close,
     Consumed,
     Drop,
     Emission,
     Failed,
+    Forgo,
     InputDone,
     InputLost,
     LoadAdapter,
@@ -32,6 +34,7 @@ from segue.messages.wire import (
     Progress,
     Ready,
     Resend,
+    Return,
     Shutdown,
     StageDone,
     Throttle,
@@ -46,7 +49,7 @@ from segue.worker.build import Built
 from segue.worker.meter import Meter
 from segue.worker.outbox import Outbox
 from segue.worker.peers import Peers
-from segue.worker.stage import StageRunner, Unused, Visit, as_stage_error, end_of, load_adapter
+from segue.worker.stage import StageRunner, Unused, Visit, as_stage_error, end_of, engine_id, facts_of, load_adapter
 
 REMEMBER_DROPPED = 4096
 """Number of ids of finished requests to remember, so that their late messages are recognized."""
@@ -145,6 +148,9 @@ class Worker:
                 visit.ends.append(end_of(output))
                 if len(visit.ends) == visit.request.outputs:
                     self.finish(stage, visit)
+            elif output.turn_ended and (visit := stage.visits.get(output.request_id)) and visit.begin.holds:
+                visit.downstreams, visit.between = [], True
+                self.next_visit(stage, visit)
 
     def spoilt(self, stage: StageRunner, visit: Visit, error: Exception) -> None:
         """Fail only this request for an exception of the family's code (payloads, transfers), not the worker."""
@@ -153,30 +159,33 @@ class Worker:
 
     def hand_on(self, stage: StageRunner, visit: Visit, output: StageOutput) -> None:
         """Apply each edge's transfer; a final output closes the edge's stream even without a payload."""
-        for peer in visit.begin.downstreams:
+        final = output.finished or (output.turn_ended and visit.begin.holds)
+        if visit.begin.facts:
+            visit.facts |= facts_of(output.payload)
+        for peer in visit.downstreams:
             if own_name(peer.stage) == OUTPUT:
                 payload = stage.for_output(visit, output)
             else:
-                payload = stage.transfers[peer.stage](visit.request, output)
-            if payload is not None or output.finished:
-                self.outbox.push(output.request_id, stage.plan.name, peer.stage, payload, final=output.finished)
+                payload = stage.transfers[stage_of(peer.stage)](visit.request, output)
+            if payload is not None or final:
+                self.outbox.push(visit.request_id, visit.begin.stage, peer.stage, payload, final=final)
         if not output.finished:
             self.throttle(stage, visit)
 
     def finish(self, stage: StageRunner, visit: Visit) -> None:
-        request_id = visit.request.request_id
         self.leave(stage, visit)
         self.tell(
             StageDone(
                 self.name,
-                request_id,
-                stage.plan.name,
+                visit.request_id,
+                visit.begin.stage,
                 visit.begin.attempt,
                 sorted(visit.ends, key=lambda end: end.index),
                 visit.began,
                 visit.started or visit.began,
                 visit.first or visit.began,
                 time.monotonic(),
+                visit.facts,
             )
         )
 
@@ -187,13 +196,12 @@ class Worker:
 
     def leave(self, stage: StageRunner, visit: Visit) -> None:
         """Remove a request that the engine is done with; its upstreams may free the payloads that they kept for it."""
-        request_id = visit.request.request_id
-        del stage.visits[request_id]
+        del stage.visits[visit.request.request_id]
         visit.release()
-        self.arrivals.drop(request_id, visit.begin.stage)
+        self.arrivals.drop(visit.request_id, visit.begin.stage)
         for peer in visit.upstreams.values():
             last = visit.next_seq[peer.stage] - 1
-            self._send(peer.address, Consumed(request_id, peer.stage, visit.self_peer, last, finished=True))
+            self._send(peer.address, Consumed(visit.request_id, peer.stage, visit.self_peer, last, finished=True))
 
     def unpause(self) -> None:
         for stage in self.stages.values():
@@ -203,12 +211,11 @@ class Worker:
 
     def throttle(self, stage: StageRunner, visit: Visit) -> None:
         """Let the engine go on with a request only while all that receive its output have room, the client as well."""
-        request_id = visit.request.request_id
-        full = visit.client_behind or self.outbox.blocked(request_id, stage.plan.name)
+        full = visit.client_behind or self.outbox.blocked(visit.request_id, visit.begin.stage)
         if full and not visit.paused:
-            stage.engine.pause(request_id)
+            stage.engine.pause(visit.request.request_id)
         elif visit.paused and not full:
-            stage.engine.resume(request_id)
+            stage.engine.resume(visit.request.request_id)
         visit.paused = full
 
     # ── messages ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -224,6 +231,12 @@ class Worker:
                 self.unpause()
             case Begin():
                 self.on_begin(message)
+            case Return():
+                self.on_return(message)
+            case Close():
+                self.on_close(message)
+            case Forgo():
+                self.outbox.forgo(message.request_id, message.source, message.target)
             case Append():
                 self.on_append(message)
             case Throttle():
@@ -253,9 +266,10 @@ class Worker:
             said = f"a request with id {request_id!r} was served before; give each request its own id"
             self.tell_failed(begin, InvalidRequest(said, field="request_id"))
             return
-        stage = self.stages[begin.stage]
-        if old := stage.visits.pop(request_id, None):  # an earlier attempt in this very worker
-            stage.engine.cancel(request_id)
+        stage = self.stages[stage_of(begin.stage)]
+        known = engine_id(request_id, begin.stage)
+        if old := stage.visits.pop(known, None):  # an earlier attempt in this very worker
+            stage.engine.cancel(known)
             old.release()
             self.arrivals.drop(request_id, begin.stage)
         self_peer = Peer(begin.stage, self.name, self.address, begin.attempt)
@@ -265,10 +279,43 @@ class Worker:
             stage.begin(begin, self_peer)
         except Exception as error:
             # stage models parse the client's input, which may raise anything: only this request fails
-            self.meter.failed(begin.stage)
-            self.tell_failed(begin, as_stage_error(error, begin.stage))
+            self.meter.failed(stage.plan.name)
+            self.tell_failed(begin, as_stage_error(error, stage.plan.name))
             return
         self.take_early(request_id)
+
+    def on_return(self, message: Return) -> None:
+        """Let a request visit a stage again, whose sequence holds; after the visits before, if they are not over."""
+        stage = self.stages[message.stage]
+        visit = stage.visit(message.request_id, message.stage)
+        if visit is None or visit.begin.attempt != message.attempt:
+            return
+        for target in message.downstreams:
+            self.outbox.open(message.request_id, visit.self_peer, target)
+        visit.returns.append(message)
+        self.next_visit(stage, visit)
+
+    def on_close(self, message: Close) -> None:
+        stage = self.stages[message.stage]
+        visit = stage.visit(message.request_id, message.stage)
+        if visit is not None and visit.begin.attempt == message.attempt:
+            visit.closed = True
+            self.next_visit(stage, visit)
+
+    def next_visit(self, stage: StageRunner, visit: Visit) -> None:
+        """Begin the next visit of a sequence that holds, or end it if there is none."""
+        if not visit.between:
+            return
+        if visit.returns:
+            coming = visit.returns.popleft()
+            visit.between, visit.downstreams = False, coming.downstreams
+            visit.request.kept.clear()
+            visit.receive(coming.upstreams)
+            self.take_early(visit.request_id)
+        elif visit.closed:
+            assert isinstance(stage.engine, Holds)
+            visit.between = False
+            stage.engine.close(visit.request.request_id)
 
     def on_append(self, message: Append) -> None:
         """Feed what the client appended to the input stage."""
@@ -283,8 +330,8 @@ class Worker:
             self.spoilt(stage, visit, error)
 
     def on_throttle(self, message: Throttle) -> None:
-        stage = self.stages[message.stage]
-        visit = stage.visits.get(message.request_id)
+        stage = self.stages[stage_of(message.stage)]
+        visit = stage.visit(message.request_id, message.stage)
         if visit is not None and visit.begin.attempt == message.attempt:
             visit.client_behind = message.behind
             self.throttle(stage, visit)
@@ -296,20 +343,22 @@ class Worker:
             chunk = visit.unused.popleft()
             if chunk.source:
                 used[chunk.source] = chunk.seq
-            chunk.release(visit.request.request_id)
+            chunk.release(visit.request_id)
         for source, seq in used.items():
             peer = visit.upstreams[source]
-            self._send(peer.address, Consumed(visit.request.request_id, source, visit.self_peer, seq))
+            self._send(peer.address, Consumed(visit.request_id, source, visit.self_peer, seq))
 
     def on_drop(self, request_id: str) -> None:
         for name, stage in self.stages.items():
-            visit = stage.visits.pop(request_id, None)
-            stage.engine.cancel(request_id)  # a stage that is done may lend something to one that is not
-            if visit is None:
-                continue
-            self.arrivals.drop(request_id, visit.begin.stage)
-            if is_input(name):  # the orchestrator waits until the input stage is done with each request
-                self.tell_failed(visit.begin, Cancelled("it was dropped"))
+            ended = [known for known, visit in stage.visits.items() if visit.request_id == request_id]
+            for known in dict.fromkeys([request_id, *ended]):
+                stage.engine.cancel(known)  # a stage that is done may lend something to one that is not
+                visit = stage.visits.pop(known, None)
+                if visit is None:
+                    continue
+                self.arrivals.drop(request_id, visit.begin.stage)
+                if is_input(name):  # the orchestrator waits until the input stage is done with each request
+                    self.tell_failed(visit.begin, Cancelled("it was dropped"))
         self.outbox.drop(request_id)
         for connector in self.all_connectors:
             connector.release(request_id)
@@ -320,20 +369,11 @@ class Worker:
             self.dropped.popitem(last=False)
 
     def on_moved(self, moved: Moved) -> None:
-        stage = self.stages[moved.target]
-        visit = stage.visits.get(moved.request_id)
-        if visit is None:
-            return
-        visit.upstreams[moved.source.stage] = moved.source
-        source = moved.source.stage
-        visit.fed[source] = max(visit.fed.get(source, 0), visit.next_seq[source])
-        visit.next_seq[source] = 0
-        self.arrivals.drop(moved.request_id, moved.target, source)
-        # the old attempt no longer needs to know that its chunks were used
-        for chunk in visit.unused:
-            if chunk.source == source:
-                chunk.source = ""
-        self.take_early(moved.request_id)
+        visit = self.stages[stage_of(moved.target)].visit(moved.request_id, moved.target)
+        if visit is not None:
+            self.arrivals.drop(moved.request_id, moved.target, moved.source.stage)
+            visit.moved(moved.source)
+            self.take_early(moved.request_id)
 
     def take_early(self, request_id: str) -> None:
         for chunk in self.early.pop(request_id, []):
@@ -342,9 +382,10 @@ class Worker:
     def on_chunk(self, chunk: Chunk) -> None:
         if chunk.request_id in self.dropped:
             return
-        stage = self.stages[chunk.target]
-        visit = stage.visits.get(chunk.request_id)
-        expected = visit.upstreams[chunk.source.stage].attempt if visit else 0
+        stage = self.stages[stage_of(chunk.target)]
+        visit = stage.visit(chunk.request_id, chunk.target)
+        source = visit.upstreams.get(chunk.source.stage) if visit is not None else None
+        expected = source.attempt if source is not None else 0
         if visit is None or chunk.source.attempt > expected:
             self.early.setdefault(chunk.request_id, []).append(chunk)
             return
@@ -356,9 +397,9 @@ class Worker:
 
     def on_landed(self, chunk: Chunk, found: Arrived | Gone | None) -> None:
         """Feed a chunk whose payload was on its way. Its request may have ended with the chunk before it."""
-        stage = self.stages[chunk.target]
-        visit = stage.visits.get(chunk.request_id)
-        if visit is None:
+        stage = self.stages[stage_of(chunk.target)]
+        visit = stage.visit(chunk.request_id, chunk.target)
+        if visit is None or chunk.seq < visit.next_seq[chunk.source.stage]:
             self.arrivals.refuse(chunk)
         else:
             self.feed(stage, visit, chunk, found)
@@ -366,7 +407,7 @@ class Worker:
     def feed(self, stage: StageRunner, visit: Visit, chunk: Chunk, found: Arrived | Gone | None) -> None:
         """Pass a chunk to the engine, once. `found`: its payload, if it has one."""
         source = chunk.source.stage
-        edge = (source, chunk.target)
+        edge = (stage_of(source), stage_of(chunk.target))
         payload, unused = {}, Unused(source, chunk.seq, None)
         if isinstance(found, Gone):
             self.meter.lost(edge)
@@ -384,15 +425,15 @@ class Worker:
         self.meter.hop(edge, time.monotonic() - chunk.sent, chunk.nbytes)
         visit.next_seq[source] = chunk.seq + 1
         # the output stage tells repetitions by their units: a new attempt may have been given its input in other pieces
-        numbered = source in self.replayable and own_name(chunk.target) != OUTPUT
+        numbered = edge[0] in self.replayable and own_name(chunk.target) != OUTPUT
         known = source in visit.complete or (numbered and chunk.seq < visit.fed.get(source, 0))
         try:
             if not known:
-                stage.engine.feed(chunk.request_id, own_name(source), payload, final=chunk.final)
+                stage.engine.feed(visit.request.request_id, own_name(source), payload, final=chunk.final)
         except Exception as error:
             # see on_begin
             visit.unused.append(unused)
-            stage.engine.cancel(chunk.request_id)
+            stage.engine.cancel(visit.request.request_id)
             self.fail(stage, visit, as_stage_error(error, stage.plan.name))
             return
         visit.started = visit.started or time.monotonic()
@@ -405,6 +446,15 @@ class Worker:
         if chunk.final:
             visit.complete.add(source)
             self.tell(InputDone(self.name, chunk.request_id, chunk.target, visit.begin.attempt, source))
+            self.input_ended(stage, visit, source)
+
+    def input_ended(self, stage: StageRunner, visit: Visit, source: str) -> None:
+        """Let a sequence that holds draw once all input of this visit is there."""
+        if visit.begin.holds and source in visit.awaited:
+            visit.awaited.discard(source)
+            if not visit.awaited:
+                assert isinstance(stage.engine, Holds)
+                stage.engine.go_on(visit.request.request_id)
 
     # ── sending ────────────────────────────────────────────────────────────────────────────────────────────────────
 

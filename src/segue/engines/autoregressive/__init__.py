@@ -5,5 +5,5 @@ request's state, `hold` its input if that comes in pieces. `schedule` decides wh
 their own: `branches` (parallel sampling and beams), `grammar` (structured output), `speculation` (draft tokens),
 `contexts` (what a denoiser reads).
 
-Doors: `engine`, `contract`, `config`, `cache.memory`, `step.invariant`, `grammar`, `speculation`, `contexts`.
+Doors: `engine`, `contract`, `config`, `hold`, `cache.memory`, `step.invariant`, `grammar`, `speculation`, `contexts`.
 """

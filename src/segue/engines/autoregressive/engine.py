@@ -13,7 +13,7 @@ import torch
 from segue.engines.autoregressive.branches import branches
 from segue.engines.autoregressive.branches.beam_group import BeamGroup
 from segue.engines.autoregressive.config import AutoregressiveConfig
-from segue.engines.autoregressive.contract import AutoregressiveModel, Fed
+from segue.engines.autoregressive.contract import AutoregressiveModel, Fed, Then
 from segue.engines.autoregressive.grammar.grammar import Grammars, form_field
 from segue.engines.autoregressive.grammar.shared import SharedGrammars
 from segue.engines.autoregressive.sample.logprobs import check_logprobs
@@ -130,11 +130,33 @@ class AutoregressiveEngine:
                 sequence.feed(fed, self.resources.longest_with(fed.prompt), self.resources.share_size)
                 if isinstance(sequence.branches, BeamGroup) and sequence.prompt is not None:
                     sequence.branches.limit(self._config.num_blocks, self._scheduler.limits)
-                if sequence.over and sequence.reported:
-                    self._active.drop(request_id)
-                    self._between.append(_ended(sequence))
+                self._end_if_over(sequence)
         except SegueError as error:
             self._between.append(self._active.fail(request_id, error))
+
+    def go_on(self, request_id: str) -> None:
+        """Draw after the input of this visit. Errors are returned by the next `step`, as for `feed`."""
+        self._end_input(request_id, Then.TURN)
+
+    def close(self, request_id: str) -> None:
+        """End a request that holds after its last visit."""
+        self._end_input(request_id, Then.END)
+
+    def _end_input(self, request_id: str, then: Then) -> None:
+        for sequence in self._active.of(request_id)[:1]:
+            self._stalled = False
+            try:
+                sequence.end_input(then, self.resources.share_size)
+            except SegueError as error:
+                self._between.append(self._active.fail(request_id, error))
+            else:
+                self._end_if_over(sequence)
+
+    def _end_if_over(self, sequence: Sequence) -> None:
+        """Remove a sequence that was closed after its last turn and has nothing left to report."""
+        if sequence.over and sequence.reported:
+            self._active.drop(sequence.request.request_id)
+            self._between.append(_ended(sequence))
 
     def cancel(self, request_id: str) -> None:
         """Drop the request and free its blocks."""

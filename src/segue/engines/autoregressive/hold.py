@@ -11,6 +11,10 @@ is one more piece. A stage model turns the chunks of its upstreams into pieces (
 through the input stage like any other chunk. A stage that is conditioned on rows needs no pieces: it holds whenever its
 next row is missing.
 
+A visit of a walk that returns (`StageRequest.returns`) is a turn whose input may come from several stages: all its
+pieces hold, and `Holds.go_on` says that they are complete. In a new attempt it is drawn again, each unit as the journal
+says, and ends as it did: no row of its tokens comes after its end.
+
 **Holding is waiting for input.** The newest known token of a sequence that holds is not computed: `ready` is below
 `length`, exactly as for a conditioned sequence whose next row has not arrived. After a piece the newest token is the
 piece's last one, after a turn it is the last one drawn. The next piece, or the end of the input, makes it ready: it is

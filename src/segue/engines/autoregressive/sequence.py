@@ -296,9 +296,17 @@ class Sequence:
         if fed.prompt is not None and fed.prompt.reply:
             self._give(fed.prompt, longest)
         if fed.prompt is not None:
-            self._take(Piece(fed.prompt, fed.then), longest)
-        elif fed.closed:
-            self._close()
+            # of a request that returns, more may belong to this visit: `end_input` says when it is complete
+            self._take(Piece(fed.prompt, Then.HOLD if self.request.returns else fed.then), longest)
+        elif fed.closed and not self.request.returns:
+            self._close(Then.END)
+        self.job.parked, self.job.since = False, None
+        self.refresh(block_size)
+
+    def end_input(self, then: Then, block_size: int) -> None:
+        """Take the end of the input: of this visit (`Then.TURN`), or of the request (`Then.END`). Raises
+        `InvalidRequest` if there is none."""
+        self._close(then)
         self.job.parked, self.job.since = False, None
         self.refresh(block_size)
 
@@ -334,17 +342,20 @@ class Sequence:
         else:
             self._begin(piece)
 
-    def _close(self) -> None:
-        """Take the end of the input: the last piece becomes the final one."""
+    def _close(self, then: Then) -> None:
+        """Take the end of the input: `then` follows the last piece."""
         if self._queue:
-            self._queue[-1] = Piece(self._queue[-1].prompt, Then.END)
+            self._queue[-1] = Piece(self._queue[-1].prompt, then)
         elif not len(self.input):
             raise InvalidRequest("the input was closed without a token; append at least one", field="append")
         elif self.then is Then.HOLD:
-            self.then, self.holds = Then.END, False
+            check_open(self.request.stage, self.request.sampling, then)
+            self.then, self.holds = then, False
             self._begin_turn()
+        elif then is Then.TURN:
+            raise StageFailed("a visit of a held sequence got no input to append", stage=self.request.stage)
         else:
-            self.then = Then.END
+            self.then = then
 
     def _begin(self, piece: Piece) -> None:
         """Add a piece to the known tokens, and begin to draw after it unless it says to hold."""
@@ -382,8 +393,12 @@ class Sequence:
             self.text = TextOutput(model, request)
         self.logprob = 0.0
         begin = self.turns[-1].units if turn else 0
-        if self._known:
-            self._repeat(self._known.popleft(), request.resume[begin:])
+        resume = request.resume[begin:]
+        if self._known and request.returns:
+            # taken like those of a turn that has not ended, so that all its rows are given before it ends once more
+            resume = request.resume[begin : self._known.popleft().units]
+        elif self._known:
+            self._repeat(self._known.popleft(), resume)
             return
         self.sampler = RowSampler.of(
             request.sampling,
@@ -396,7 +411,7 @@ class Sequence:
             prompt.rule,
         )
         if self.branches is None:
-            self.go_on(request.resume[begin:])
+            self.go_on(resume)
         if self._start is not None and self._root:
             self._take_form()
 

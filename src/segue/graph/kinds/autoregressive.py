@@ -158,6 +158,7 @@ AUTOREGRESSIVE = EngineKind(
     ranks=_ranks,
     check_defaults=_check_defaults,
     samples=True,
+    holds=True,
     shares_weights=True,
     cache_share=0.8,
 )

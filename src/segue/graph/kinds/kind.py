@@ -52,6 +52,8 @@ class EngineKind(Generic[P]):
     samples: bool = False
     """Its stages sample tokens: requests have sampling parameters for them, and the token ids they emit are
     journalled."""
+    holds: bool = False
+    """Its engine `Holds`: a stage that loops return to goes on from the sequence of the visit before."""
     replayable: bool = False
     """A new attempt of its stages gives the same chunks in the same pieces, so that a receiver drops repeated chunks by
     number."""

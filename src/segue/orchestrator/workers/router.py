@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import count
 
 from segue.graph.deployment.deployment import Plan
-from segue.graph.parts import only_reads
+from segue.graph.parts import only_reads, stage_of
 from segue.messages.wire import Stats
 from segue.orchestrator.request_state import RequestState
 from segue.orchestrator.workers.affinity import Sessions, prefix_of
@@ -36,7 +36,7 @@ class Router:
         """Return the worker of a group that gets a request; None: the request waits."""
         workers = self._replicas.of_group(group)
         routing = self._plan.stages[group[0]].routing
-        held = {state.stages[stage].worker for stage in group if stage in state.stages}
+        held = {stage.worker for visit, stage in state.stages.items() if stage_of(visit) in group}
         chain = self._chain(state) if "prefix" in routing and len(workers) > 1 else []
         session = self._sessions.worker(_session(state, group)) if state.request.session else None
         candidates = []

@@ -1,0 +1,174 @@
+"""A walk that returns to a stage: what comes out, whoever dies and whenever the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_system import Gate, System, collect, kill, pid_of
+
+from segue.messages.errors import InvalidRequest, SegueError, StageFailed
+from segue.messages.sampling import SamplingParams
+from segue.orchestrator.omni import AsyncOmni
+from segue.orchestrator.outputs import RequestOutput
+
+pytestmark = pytest.mark.usefixtures("toy_path")
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory, toy_path: None) -> Iterator[System]:
+    from segue_toy.family import make
+
+    system = System(make(tmp_path_factory.mktemp("loop"), "ToyLoop"))
+    yield system
+    system.close()
+
+
+def draws(text: str, **options: Any) -> dict[str, Any]:
+    message = {"messages": [{"role": "user", "content": text}], "modalities": ["text", "image"]}
+    return {**message, "options": options} if options else message
+
+
+def reference(text: str, every: int, most: int = 3) -> tuple[list[int], list[int], bool]:
+    """(the writer's ids, the values of the images, whether the bound ended it): one visit after the other."""
+    from segue_toy.loop.stages import seen, value_of
+    from segue_toy.stages import VOCAB, next_token
+
+    piece, newest, ids, values = [1 + ord(letter) % (VOCAB - 1) for letter in text], [], [], []
+    for visit in range(most + 1):
+        told: list[int] = []
+        while len(told) < 20 and (not told or told[-1] != 0):
+            told.append(next_token(told[-1] if told else piece[-1]))
+        ids += told
+        if sum(told) % every:
+            return ids, values, False
+        values.append(value_of([*newest, *piece, *told[:-1]]))
+        piece, newest = seen(values[-1]), told[-1:]
+        if visit == most:
+            return ids, values, True
+    raise AssertionError
+
+
+def assert_drawn(output: RequestOutput, text: str, every: int = 1) -> None:
+    from segue_toy.stages import text_of
+
+    ids, values, bound = reference(text, every)
+    assert output.token_ids == {"writer": ids}
+    assert output.text == text_of([token for token in ids if token])
+    assert [image.getpixel((0, 0))[0] for image in output.images] == values
+    assert (output.outputs[0].stop_reason == "the bound of edge see -> writer") is bound
+    assert output.finish_reason == ("length" if bound or ids[-1] else "stop")
+
+
+def test_text_and_images_by_turns(loop: System) -> None:
+    async def body() -> None:
+        async with loop.shared() as omni:
+            cases = [(text, every) for text in ("one", "two", "three", "a tale") for every in (1, 2, 3, 1000)]
+            outputs = await asyncio.gather(*(collect(omni, draws(text, every=every)) for text, every in cases))
+            for output, (text, every) in zip(outputs, cases, strict=True):
+                assert_drawn(output, text, every)
+            lengths = {len(reference(*case)[1]) for case in cases}
+            assert {0, 4} < lengths, "loops of different lengths"
+            assert outputs[0].usage.prompt_tokens == len("one") + 3 * 3
+            assert outputs[0].metrics.attempts == 1
+
+    loop.run(body)
+
+
+PLACES = [("draw", 0), ("draw", 2), ("show", 1), ("see", 0), ("see", 1), ("forward", 0), ("counter", 25)]
+"""Where a request is held while workers die: in this visit; of the writer, at this place of the sequence or unit."""
+VICTIMS = [("writer",), ("draw",), ("see",), ("writer", "draw"), ("writer", "see", "show"), ("draw", "see", "input")]
+
+
+@pytest.mark.parametrize(("stage", "at"), PLACES)
+def test_killed_between_and_inside_visits(loop: System, tmp_path: Path, stage: str, at: int) -> None:
+    """kill -9 of each of these, while the request is held there and others run: the outcome is the undisturbed one."""
+
+    async def body() -> None:
+        async with loop.own() as omni:
+            for number, victims in enumerate(VICTIMS):
+                (tmp_path / str(number)).mkdir()
+                gate = Gate(tmp_path / str(number))
+                prompt = draws("a tale", every=1, hold=gate.option(stage, at))
+                asking = asyncio.create_task(collect(omni, prompt))
+                held = await gate.reached()
+                other = asyncio.create_task(collect(omni, draws("bystander", every=1)))
+                gate.remove()
+                home = {"forward": "writer", "counter": "writer"}.get(stage, stage)
+                for victim in dict.fromkeys((*victims, home)):
+                    await kill(pid_of(omni.health(), victim), held if victim == home else None)
+                output = await asking
+                assert_drawn(output, "a tale")
+                assert output.metrics.attempts > 1
+                assert_drawn(await other, "bystander")
+            await nothing_left(omni)
+
+    loop.run(body)
+
+
+@pytest.mark.parametrize(("stage", "at"), [("draw", 1), ("see", 0), ("see", 2), ("counter", 25)])
+def test_a_client_that_leaves(loop: System, tmp_path: Path, stage: str, at: int) -> None:
+    async def body() -> None:
+        gate = Gate(tmp_path)
+        async with loop.shared() as omni:
+            asking = asyncio.create_task(collect(omni, draws("a tale", every=1, hold=gate.option(stage, at))))
+            held = await gate.reached()
+            asking.cancel()
+            gate.remove()
+            os.close(held)
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            assert_drawn(await collect(omni, draws("next", every=1)), "next")
+            await nothing_left(omni)
+
+    loop.run(body)
+
+
+async def nothing_left(omni: AsyncOmni) -> None:
+    """No worker keeps anything of a request."""
+    assert not omni.orchestrator.requests
+    end = asyncio.get_running_loop().time() + 30
+    while left := leftovers(omni):
+        assert asyncio.get_running_loop().time() < end, left
+        await asyncio.sleep(0.1)  # the stats of a worker come when it is idle
+
+
+def leftovers(omni: AsyncOmni) -> dict[str, float]:
+    """The gauges of running workers that say what is kept for requests."""
+    alive = omni.orchestrator.replicas.alive()
+    kept = ("requests", "holding", "held_blocks", "waiting", "running", "retained_bytes", "early_chunks")
+    found: dict[str, float] = {}
+    for worker in alive & omni.orchestrator.stats.keys():
+        for stage in omni.orchestrator.stats[worker].stages:
+            found |= {f"{worker} {key}": float(stage.values.get(key, 0)) for key in kept}
+            for edge, here in stage.edges.items():
+                found |= {
+                    f"{worker} {edge} {key}": here.get(key, 0) for key in ("in_flight_bytes", "flows", "pending_chunks")
+                }
+    return {what: value for what, value in found.items() if value}
+
+
+def test_what_is_refused(loop: System) -> None:
+    async def body() -> None:
+        async with loop.shared() as omni:
+            for options, said in (
+                ({"breaks": True}, "'asks_for_image' of edge 'writer' -> 'draw' raised LookupError: told to break"),
+                ({"vague": True}, "'asks_for_image' of edge 'writer' -> 'draw' gave None; it must give True or False"),
+            ):
+                with pytest.raises(StageFailed, match=said) as failed:
+                    await collect(omni, draws("one", **options))
+                assert failed.value.stage == "writer"
+            with pytest.raises(InvalidRequest) as caught:
+                await collect(omni, {**draws("one"), "sampling": SamplingParams(n=2)})
+            assert caught.value.field == "sampling.writer.n"
+            for stage, at in (("draw", 1), ("see", 2)):
+                with pytest.raises(SegueError, match=f"told to fail at {at}"):
+                    await collect(omni, draws("one", fail_at={"stage": stage, "at": at}))
+            assert_drawn(await collect(omni, draws("next")), "next")
+            await nothing_left(omni)
+
+    loop.run(body)
