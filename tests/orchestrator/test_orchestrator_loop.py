@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from toy_system import Gate, System, collect, kill, pid_of
 
@@ -28,47 +29,52 @@ def loop(tmp_path_factory: pytest.TempPathFactory, toy_path: None) -> Iterator[S
     system.close()
 
 
-def draws(text: str, **options: Any) -> dict[str, Any]:
-    message = {"messages": [{"role": "user", "content": text}], "modalities": ["text", "image"]}
+def draws(text: str, *others: str, **options: Any) -> dict[str, Any]:
+    message = {"messages": [{"role": "user", "content": text}], "modalities": ["text", "image", *others]}
     return {**message, "options": options} if options else message
 
 
-def reference(text: str, every: int, most: int = 3) -> tuple[list[int], list[int], bool]:
-    """(the writer's ids, the values of the images, whether the bound ended it): one visit after the other."""
+def reference(text: str, every: int, most: int = 3) -> tuple[list[int], list[int], bool, list[int]]:
+    """(the writer's ids, the values of the images, whether the bound ended it, all tokens that were computed): one
+    visit after the other."""
     from segue_toy.loop.stages import seen, value_of
     from segue_toy.stages import VOCAB, next_token
 
     piece, newest, ids, values = [1 + ord(letter) % (VOCAB - 1) for letter in text], [], [], []
+    computed: list[int] = []
     for visit in range(most + 1):
         told: list[int] = []
         while len(told) < 20 and (not told or told[-1] != 0):
             told.append(next_token(told[-1] if told else piece[-1]))
         ids += told
+        computed += [*newest, *piece, *told[:-1]]
         if sum(told) % every:
-            return ids, values, False
+            return ids, values, False, computed
         values.append(value_of([*newest, *piece, *told[:-1]]))
         piece, newest = seen(values[-1]), told[-1:]
         if visit == most:
-            return ids, values, True
+            return ids, values, True, computed
     raise AssertionError
 
 
 def assert_drawn(output: RequestOutput, text: str, every: int = 1) -> None:
-    from segue_toy.stages import text_of
+    from segue_toy.stages import SAMPLES_PER_TOKEN, VOCAB, text_of
 
-    ids, values, bound = reference(text, every)
+    ids, values, bound, computed = reference(text, every)
     assert output.token_ids == {"writer": ids}
     assert output.text == text_of([token for token in ids if token])
     assert [image.getpixel((0, 0))[0] for image in output.images] == values
     assert (output.outputs[0].stop_reason == "the bound of edge see -> writer") is bound
     assert output.finish_reason == ("length" if bound or ids[-1] else "stop")
+    if output.audio is not None:
+        np.testing.assert_allclose(output.audio.samples, np.repeat(np.float32(computed) / VOCAB, SAMPLES_PER_TOKEN))
 
 
 def test_text_and_images_by_turns(loop: System) -> None:
     async def body() -> None:
         async with loop.shared() as omni:
             cases = [(text, every) for text in ("one", "two", "three", "a tale") for every in (1, 2, 3, 1000)]
-            outputs = await asyncio.gather(*(collect(omni, draws(text, every=every)) for text, every in cases))
+            outputs = await asyncio.gather(*(collect(omni, draws(text, "audio", every=every)) for text, every in cases))
             for output, (text, every) in zip(outputs, cases, strict=True):
                 assert_drawn(output, text, every)
             lengths = {len(reference(*case)[1]) for case in cases}
@@ -77,6 +83,47 @@ def test_text_and_images_by_turns(loop: System) -> None:
             assert outputs[0].metrics.attempts == 1
 
     loop.run(body)
+
+
+def test_modules_refine_until_it_is_good(toy_path: None, tmp_path: Path) -> None:
+    """No stage of this loop holds: each visit runs on its own, and one that dies is run again."""
+    from segue_toy.family import make
+    from segue_toy.loop.stages import value_of
+
+    def expected(text: str, fine: int) -> list[int]:
+        values = [value_of([1 + ord(letter) % 96 for letter in text]) // 2]
+        while values[-1] > fine and len(values) < 4:
+            values.append(values[-1] // 2)
+        return values
+
+    async def body() -> None:
+        async with refining.own() as omni:
+            cases = [(text, fine) for text in ("one", "two", "three") for fine in (0, 20, 500)]
+            outputs = await asyncio.gather(*(collect(omni, refined(text, fine=fine)) for text, fine in cases))
+            for output, (text, fine) in zip(outputs, cases, strict=True):
+                assert [image.getpixel((0, 0))[0] for image in output.images] == expected(text, fine)
+            for stage, victims in (
+                ("judge", ("polish", "judge")),
+                ("polish", ("polish",)),
+                ("judge", ("show", "judge")),
+            ):
+                gate = Gate(tmp_path)
+                asking = asyncio.create_task(collect(omni, refined("one", fine=0, hold=gate.option(stage, 2))))
+                held = await gate.reached()
+                gate.remove()
+                for victim in victims:
+                    await kill(pid_of(omni.health(), victim), held if victim == stage else None)
+                output = await asking
+                assert [image.getpixel((0, 0))[0] for image in output.images] == expected("one", 0)
+            await nothing_left(omni)
+
+    refining = System(make(tmp_path / "model", "ToyLoop", refine=True))
+    refining.run(body)
+    refining.close()
+
+
+def refined(text: str, **options: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "modalities": ["image"], "options": options}
 
 
 PLACES = [("draw", 0), ("draw", 2), ("show", 1), ("see", 0), ("see", 1), ("forward", 0), ("counter", 25)]
@@ -93,7 +140,7 @@ def test_killed_between_and_inside_visits(loop: System, tmp_path: Path, stage: s
             for number, victims in enumerate(VICTIMS):
                 (tmp_path / str(number)).mkdir()
                 gate = Gate(tmp_path / str(number))
-                prompt = draws("a tale", every=1, hold=gate.option(stage, at))
+                prompt = draws("a tale", "audio", every=1, hold=gate.option(stage, at))
                 asking = asyncio.create_task(collect(omni, prompt))
                 held = await gate.reached()
                 other = asyncio.create_task(collect(omni, draws("bystander", every=1)))

@@ -30,7 +30,7 @@ FAMILY = Family(
 )
 
 
-def make(directory: Path, architecture: str = "ToyForConditionalGeneration") -> Path:
+def make(directory: Path, architecture: str = "ToyForConditionalGeneration", **config: Any) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    (directory / "config.json").write_text(json.dumps({"architectures": [architecture], **config}))
     return directory

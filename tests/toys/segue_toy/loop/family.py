@@ -2,7 +2,12 @@
                  ↑                        ↓
                  ╰─────── at most 3 ──── see (module)
 
-⇢ only if the sum of what it wrote can be divided by the option `every`."""
+                   writer → tone (module, audio)
+
+⇢ only if the sum of what it wrote can be divided by the option `every`. With `refine` in the config, a loop of modules:
+
+input → polish → judge ⇢ polish, at most 3
+        polish → show"""
 
 from __future__ import annotations
 
@@ -23,11 +28,24 @@ def asks_for_image(request: Request, outcome: Outcome) -> bool:
     return answer if not request.options.get("vague") else None  # type: ignore[return-value]
 
 
-def bright(request: Request, outcome: Outcome) -> bool:
-    return int(outcome.facts["value"]) % 7 != 0
+def _refining() -> StageGraph:
+    g = StageGraph("toy_refining")
+    g.stage("polish", "module", takes={"text"})
+    g.stage("judge", "module")
+    g.stage("show", "module", gives={"image"})
+    g.edge("polish", "show")
+    g.edge("polish", "judge")
+    g.edge("judge", "polish", on=rough, most=MOST)
+    return g
+
+
+def rough(request: Request, outcome: Outcome) -> bool:
+    return int(outcome.facts["value"]) > int(request.options.get("fine", 0))
 
 
 def graph(config: dict[str, Any]) -> StageGraph:
+    if config.get("refine"):
+        return _refining()
     g = StageGraph("toy_loop")
     g.stage("writer", "autoregressive", takes={"text"}, gives={"text"})
     g.stage("draw", "module")
@@ -35,8 +53,10 @@ def graph(config: dict[str, Any]) -> StageGraph:
     g.stage("see", "module")
     g.edge("writer", "draw", on=asks_for_image)
     g.edge("draw", "show")
-    g.edge("draw", "see", on=bright if config.get("picky") else None)
+    g.edge("draw", "see")
     g.edge("see", "writer", most=MOST)
+    g.stage("tone", "module", gives={"audio"})
+    g.edge("writer", "tone")
     return g
 
 
@@ -45,5 +65,5 @@ FAMILY = Family(
     architectures=frozenset({"ToyLoop"}),
     graph=graph,
     stages_module="segue_toy.loop.stages",
-    options=frozenset({"hold", "fail_at", "die_at", "every", "breaks", "vague"}),
+    options=frozenset({"hold", "fail_at", "die_at", "every", "breaks", "vague", "fine"}),
 )

@@ -8,7 +8,7 @@ import torch
 
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
-from segue_toy.stages import VOCAB, Counter, Input, ids_forward, rows_forward, stop_point
+from segue_toy.stages import VOCAB, Counter, Input, Tone, ids_forward, rows_forward, stop_point
 
 
 def value_of(ids: list[int]) -> int:
@@ -77,11 +77,43 @@ class See(_Stage):
         return {"token_ids": torch.tensor(seen(rows[0]["value"]))}
 
 
+class Polish(_Stage):
+    """Text, or what was judged, to a smaller value."""
+
+    name = "polish"
+
+    def make(self, rows: list[Payload]) -> Payload:
+        [given] = rows
+        value = value_of(given["token_ids"].tolist()) if "token_ids" in given else given["value"]
+        return {"value": value // 2}
+
+
+class Judge(_Stage):
+    name = "judge"
+
+    def make(self, rows: list[Payload]) -> Payload:
+        return {"value": rows[0]["value"]}
+
+
+class LoopTone(Tone):
+    """As `Tone`; the rows of a later visit begin where those of the visit before ended."""
+
+    def feed(self, state: Any, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
+        state["have"] = state["have"] or int(payload.get("start", 0))
+        return super().feed(state, upstream, payload, final=final)
+
+
 STAGE_MODELS = {"input": Input, "writer": Counter, "draw": Draw, "show": Show, "see": See}
+STAGE_MODELS |= {"tone": LoopTone, "polish": Polish, "judge": Judge}
 TRANSFERS = {
     ("input", "writer"): ids_forward,
     ("writer", "draw"): rows_forward,
     ("draw", "show"): ids_forward,
     ("draw", "see"): ids_forward,
     ("see", "writer"): ids_forward,
+    ("writer", "tone"): rows_forward,
+    ("input", "polish"): ids_forward,
+    ("polish", "show"): ids_forward,
+    ("polish", "judge"): ids_forward,
+    ("judge", "polish"): ids_forward,
 }
