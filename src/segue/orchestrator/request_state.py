@@ -268,9 +268,11 @@ class RequestState:
         token_ids: dict[str, list[int]] = {}
         counts: Counter[str] = Counter()
         for visit, outputs in self.journal.items():
-            # ids of an internal stage count for its downstream modality: a talker's codes are audio
+            # ids of an internal stage count for its downstream modality: a talker's codes are audio; but the tokens of
+            # an image are latents, and ids before it are thoughts
             stage = stage_of(visit)
             kind = "text" if "text" in self.walk[stage].to_client else _modality_below(stage, self.walk)
+            kind = "text" if kind == "image" else kind
             counts[stage] += sum(map(len, outputs.values()))
             self.usage.completion_modalities[kind] = counts[stage]
             token_ids[stage] = token_ids.get(stage, []) + ids_of(outputs.get(0, []))

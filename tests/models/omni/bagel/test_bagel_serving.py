@@ -158,7 +158,7 @@ def test_requests_that_are_refused(stages: Stages, request_: Request, message: s
 
 def test_a_reply_takes_no_settings_of_an_image(stages: Stages) -> None:
     for given, name in (
-        ({"options": {"think": True}}, "think"),
+        ({"options": {"think": True}}, r"options\.think"),
         ({"diffusion": DiffusionParams(height=64)}, "height"),
     ):
         with pytest.raises(InvalidRequest, match=f"^{name} is for images, but modalities has no image"):

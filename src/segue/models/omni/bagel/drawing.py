@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from segue.messages.diffusion import DiffusionParams
-from segue.messages.errors import InvalidRequest, TooLarge, shown, wrong
+from segue.messages.errors import InvalidRequest, TooLarge, wrong
 from segue.messages.request import Request
 from segue.models.omni.bagel.config import Config
 from segue.models.shared.diffusion.sizes import Sizes
@@ -147,12 +147,12 @@ def _think(request: Request) -> bool:
     texts = "text" in request.modalities
     think = request.options.get("think", texts)
     if not isinstance(think, bool):
-        raise wrong("think", think, "true or false")
+        raise wrong("options.think", think, "true or false")
     if texts and not think:
         raise InvalidRequest(
-            "think is false, but modalities has text and image: the text of an image is what the model thinks before "
-            "it draws; leave out one of them",
-            field="think",
+            "options.think is false, but modalities has text and image: the text of an image is what the model thinks "
+            "before it draws; leave out one of them",
+            field="options.think",
         )
     return think
 
@@ -162,10 +162,10 @@ def _guidance(scale: float | None, options: Mapping[str, Any]) -> Guidance:
     interval = options.get("cfg_interval", (usual.above, usual.upto))
     pair = isinstance(interval, list | tuple) and len(interval) == 2 and all(map(_is_number, interval))
     if not pair or not 0 <= interval[0] <= interval[1] <= 1:
-        raise wrong("cfg_interval", shown(interval), "[from, to], two noise levels with 0 <= from <= to <= 1")
+        raise wrong("options.cfg_interval", interval, "[from, to], two noise levels with 0 <= from <= to <= 1")
     renorm = options.get("cfg_renorm_type", usual.renorm)
     if renorm not in get_args(Renorm):
-        raise wrong("cfg_renorm_type", renorm, f"one of {', '.join(get_args(Renorm))}")
+        raise wrong("options.cfg_renorm_type", renorm, f"one of {', '.join(get_args(Renorm))}")
     return Guidance(
         text=usual.text if scale is None else scale,
         image=_number(options, "cfg_img_scale", usual.image),
@@ -187,7 +187,9 @@ def _number(
 ) -> float:
     value = options.get(name, usual)
     if not _is_number(value) or not least <= value <= most or (above and value == least):
-        raise wrong(name, value, f"a number {'above' if above else 'of at least'} {least:g}, and at most {most:g}")
+        raise wrong(
+            f"options.{name}", value, f"a number {'above' if above else 'of at least'} {least:g}, and at most {most:g}"
+        )
     return float(value)
 
 

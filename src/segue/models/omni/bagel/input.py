@@ -220,7 +220,7 @@ def _hash(image: Image.Image) -> bytes:
 
 def _check_draws_nothing(request: Request) -> None:
     """Raise `InvalidRequest` for settings of an image in a request for a text."""
-    given = [name for name in request.options if name in OPTIONS]
+    given = [f"options.{name}" for name in request.options if name in OPTIONS]
     asked, unset = request.diffusion or DiffusionParams(), DiffusionParams()
     names = (name for name in DiffusionParams.__struct_fields__ if name != "progress")  # Python's progress bar
     given += [name for name in names if getattr(asked, name) != getattr(unset, name)]
