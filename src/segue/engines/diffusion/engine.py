@@ -284,7 +284,9 @@ class DiffusionEngine:
 
         def max_rows(leader: Candidate) -> int:
             sample = by_candidate[leader].sample
-            most = min(self._config.max_batch, self._room.rows(sample))
+            sharing = (one.sample for candidate, one in by_candidate.items() if candidate.bucket == leader.bucket)
+            largest = max(sharing, key=lambda one: one.tokens)  # rows of one bucket may differ in size
+            most = min(self._config.max_batch, self._room.rows(largest))
             self._limit = self.costs.rows_worth(sample.tokens, most, explore=self._calls % _EXPLORE == _EXPLORE - 1)
             return self._limit
 
@@ -354,7 +356,8 @@ class DiffusionEngine:
         else:
             self._room.fitted(rows[0].sample)
             # on other devices the call has only been dispatched
-            if rows[0].sample.latents.device.type == "cpu" and self._caches.measures(rows):
+            alike = len({row.sample.tokens for row in rows}) == 1
+            if alike and rows[0].sample.latents.device.type == "cpu" and self._caches.measures(rows):
                 self.costs.enter(rows[0].sample.tokens, len(rows), seconds)
             return answers
         if lacking:

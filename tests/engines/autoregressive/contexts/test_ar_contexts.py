@@ -80,9 +80,9 @@ def keys_of(engine: ContextEngine, blocks: list[int], length: int) -> torch.Tens
 def expected_keys(ids: list[int]) -> torch.Tensor:
     engine = lone().engine
     ask(engine, "r", [ids])
-    run(engine)
-    keys = keys_of(engine, list(engine.blocks("r", View(0, len(ids), 0))), len(ids))
-    engine.release("r")
+    lease = run(engine)["r"].payload["lease"]
+    keys = keys_of(engine, list(engine.blocks(lease, View(0, len(ids), 0))), len(ids))
+    engine.release(lease)
     return keys
 
 
@@ -131,17 +131,17 @@ def test_whatever_is_beside_them(wanted, spare, max_batch, scheduling, ahead) ->
     engine = engine_of(largest + spare, ahead=ahead, max_batch=max_batch, scheduling=scheduling, max_tokens_per_step=16)
     later = sorted(enumerate(wanted), key=lambda entry: entry[1][0])
     replies: dict[str, list[int]] = {}
-    lent: dict[str, tuple[int, list[View], torch.Tensor]] = {}
+    lent: dict[str, tuple[int, int, list[View], torch.Tensor]] = {}
     done: set[str] = set()
     for step in range(1000):
         while later and later[0][1][0] <= step:
             number, (_, one) = later.pop(0)
             _begin(engine, f"{one['kind']}{number}", one)
-        for name in [name for name, (end, _, _) in lent.items() if end <= step]:
-            _, views, keys = lent.pop(name)
-            now = keys_of(engine, list(engine.blocks(name, views[0])), views[0].length)
+        for name in [name for name, (end, *_) in lent.items() if end <= step]:
+            _, lease, views, keys = lent.pop(name)
+            now = keys_of(engine, list(engine.blocks(lease, views[0])), views[0].length)
             assert torch.equal(now, keys), "lent keys have changed"
-            engine.release(name)
+            engine.release(lease)
         for number, (_, one) in enumerate(wanted):
             if one.get("leaves") == step:
                 name = f"reads{number}"
@@ -158,11 +158,11 @@ def test_whatever_is_beside_them(wanted, spare, max_batch, scheduling, ahead) ->
                 done.add(name)
             if output.payload is not None:
                 one = wanted[int(name.removeprefix("reads"))][1]
-                views = [View(*view) for view in output.payload["views"]]
+                lease, views = output.payload["lease"], [View(*view) for view in output.payload["views"]]
                 ids = [*one["sequences"][0], *replies[name]]
-                keys = keys_of(engine, list(engine.blocks(name, views[0])), views[0].length)
+                keys = keys_of(engine, list(engine.blocks(lease, views[0])), views[0].length)
                 torch.testing.assert_close(keys, expected_keys(ids), rtol=1e-4, atol=1e-4)
-                lent[name] = (step + one["keeps"], views, keys)
+                lent[name] = (step + one["keeps"], lease, views, keys)
         engine.audit()
     else:
         raise AssertionError(f"still at work: {engine.stats()}")
@@ -203,13 +203,27 @@ def test_requests_wait_until_all_that_is_lent_fits() -> None:
     made = run(engine)
     assert made.keys() == {"one"}
     assert (engine.stats()["contexts_lent"], engine.stats()["contexts_waiting"]) == (1, 1)
-    engine.release("one")
-    assert run(engine).keys() == {"two"}
-    engine.release("two")
-    engine.release("two")
+    engine.release(made["one"].payload["lease"])
+    made = run(engine)
+    assert made.keys() == {"two"}
+    lease = made["two"].payload["lease"]
+    for _ in range(2):
+        engine.release(lease)
     assert engine.stats()["blocks_used"] == 0
     with pytest.raises(KeyError):
-        engine.blocks("two", View(0, 3, 0))
+        engine.blocks(lease, View(0, 3, 0))
+
+
+def test_a_new_attempt_ends_the_lease_of_the_old_one() -> None:
+    engine = engine_of(10)
+    ask(engine, "r", [TEXT[:15]])
+    old = run(engine)["r"].payload["lease"]
+    ask(engine, "r", [TEXT[:15]])
+    new = run(engine)["r"].payload["lease"]
+    engine.release(old)  # as the one that read from it ends, later
+    assert len(engine.blocks(new, View(0, 15, 0))) == 4
+    engine.cancel("r")  # all that a worker does for a request that is dropped
+    assert engine.stats()["blocks_used"] == 0
 
 
 def test_lent_blocks_do_not_expire() -> None:
@@ -217,12 +231,12 @@ def test_lent_blocks_do_not_expire() -> None:
     given = AutoregressiveConfig(num_blocks=20, block_size=SIZE, hold_seconds=5.0)
     engine = ContextEngine(AutoregressiveEngine(model(), given, clock=lambda: now[0]), model())
     ask(engine, "r", [TEXT[:15]])
-    run(engine)
+    lease = run(engine)["r"].payload["lease"]
     for now[0] in (1.0, 100.0, 200.0):
         engine.add(stage_request(f"reply{now[0]}", sampling=SamplingParams(max_tokens=2)))
         engine.feed(f"reply{now[0]}", "input", {"prompt": Prompt(TEXT[30:40])}, final=True)
         run(engine)
-    assert len(engine.blocks("r", View(0, 15, 0))) == 4
+    assert len(engine.blocks(lease, View(0, 15, 0))) == 4
 
 
 def test_what_cannot_be_read_is_refused() -> None:

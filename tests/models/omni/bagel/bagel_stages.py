@@ -15,6 +15,7 @@ from segue.engines.autoregressive.contexts.engine import ContextEngine
 from segue.engines.autoregressive.contract import AutoregressiveContext
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.contract import Fused, LoadContext, Payload, StageOutput, StageRequest
+from segue.engines.diffusion.batch import CostTable
 from segue.engines.diffusion.contract import DenoiserContext
 from segue.engines.diffusion.engine import DiffusionConfig, DiffusionEngine
 from segue.media.parts import PYTHON_POLICY, messages_from
@@ -115,6 +116,13 @@ class Drawn:
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
+class Unmeasured(CostTable):
+    """So that batches do not depend on the speed of the machine."""
+
+    def enter(self, tokens: int, rows: int, seconds: float) -> None:
+        pass
+
+
 class Drawing:
     """Requests for images through all stages, and replies beside them, as a worker runs them: engines step in turn."""
 
@@ -124,6 +132,7 @@ class Drawing:
         self.inner = AutoregressiveEngine(stages.llm, given)
         self.reader = ContextEngine(self.inner, stages.llm)
         self.denoiser = DiffusionEngine(stages.denoiser(self.reader), DiffusionConfig(max_batch=max_rows))
+        self.denoiser.costs = Unmeasured()
         self.made = Drawn()
 
     def add(self, name: str, request: Request, *, resume: list[int] | None = None) -> None:

@@ -61,8 +61,9 @@ class LendsContexts(Protocol):
     def store(self) -> KVStore:
         """Keys and values, to be read only."""
 
-    def blocks(self, request_id: str, view: View) -> Sequence[int]:
-        """The blocks of a view, until `release`. Raises `KeyError` if the request lends nothing (any more)."""
+    def blocks(self, lease: int, view: View) -> Sequence[int]:
+        """The blocks of a view, until the lease ends: by `release`, or because the request is cancelled. Raises
+        `KeyError` after it."""
 
-    def release(self, request_id: str) -> None:
-        """Free the blocks of a request; also if it has not read all. Unknown ids are ignored."""
+    def release(self, lease: int) -> None:
+        """End a lease and free its blocks. One that has ended is ignored."""

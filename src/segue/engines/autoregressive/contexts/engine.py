@@ -20,6 +20,7 @@ lend nothing, which are preempted and recomputed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,6 +29,7 @@ from segue.engines.autoregressive.contexts.contract import Contexts, Reading, Re
 from segue.engines.autoregressive.contract import Fed, Then
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.contract import Payload, StageOutput, StageRequest
+from segue.engines.entries import as_error
 from segue.kernels.kv.store import KVStore
 from segue.messages.errors import InvalidRequest, SegueError, TooLong
 from segue.messages.sampling import FALLBACK
@@ -50,7 +52,8 @@ class _Entry:
     """The engine's requests for its sequences, once it reads."""
     counts: dict[str, Any] = field(default_factory=dict)
     """Fields of its output that count what was read, if it has no thoughts."""
-    lends: bool = False
+    lease: int | None = None
+    """Set when it lends."""
 
 
 class ContextEngine:
@@ -64,6 +67,8 @@ class ContextEngine:
         """In order of arrival."""
         self._owner: dict[str, str] = {}
         """Request of the engine → the request that it is a sequence of."""
+        self._leases: dict[int, _Entry] = {}
+        self._numbers = itertools.count()
         self._failed: list[StageOutput] = []
         self.audit = engine.audit
         self.warm_up = engine.warm_up
@@ -75,21 +80,19 @@ class ContextEngine:
         """Keys and values."""
         return self._engine.resources.store
 
-    def blocks(self, request_id: str, view: View) -> Sequence[int]:
-        """The blocks of a view. Raises `KeyError` if the request lends nothing (any more)."""
-        entry = self._entries[request_id]
+    def blocks(self, lease: int, view: View) -> Sequence[int]:
+        """The blocks of a view, until the lease ends. Raises `KeyError` after it."""
+        entry = self._leases[lease]
         if not view.length:
             return ()
         blocks = self._engine.lent(entry.keys[view.sequence])
         assert blocks is not None, "lent blocks were taken"
         return blocks[: -(-view.length // self.store.block_size)]
 
-    def release(self, request_id: str) -> None:
-        """Free the blocks of a request; also if it has not read all. Unknown ids are ignored."""
-        entry = self._entries.pop(request_id, None)
-        for key in entry.keys if entry is not None else ():
-            self._owner.pop(key)
-            self._engine.cancel(key)
+    def release(self, lease: int) -> None:
+        """End a lease and free its blocks. One that has ended is ignored."""
+        if lease in self._leases:
+            self._leave(self._leases[lease].request.request_id)
 
     # --- the contract of an engine -----------------------------------------------------------------------------------
 
@@ -99,8 +102,10 @@ class ContextEngine:
         if reading is None:
             self._engine.add(request)
             return
-        if request.request_id in self._entries:
+        old = self._entries.get(request.request_id)
+        if old is not None and old.lease is None:
             raise InvalidRequest(f"request {request.request_id!r} is running already", field="request_id")
+        self._leave(request.request_id)  # of an earlier attempt, which is done here
         self._entries[request.request_id] = _Entry(request, reading)
 
     def feed(self, request_id: str, upstream: str, payload: Payload, *, final: bool) -> None:
@@ -115,7 +120,8 @@ class ContextEngine:
             self._fail(request_id, error)
 
     def cancel(self, request_id: str) -> None:
-        self.release(request_id)
+        """Drop a request, also one that has ended here and still lends."""
+        self._leave(request_id)
         self._engine.cancel(request_id)
         self._failed = [output for output in self._failed if output.request_id != request_id]
 
@@ -134,7 +140,10 @@ class ContextEngine:
     def step(self) -> list[StageOutput]:
         """Let waiting requests begin to read, run the engine's step, and return views that are complete."""
         while (entry := self._next()) is not None:
-            self._read(entry)
+            try:
+                self._read(entry)
+            except Exception as error:  # only this request fails
+                self._fail(entry.request.request_id, error)
         outputs = [kept for output in self._engine.step() if (kept := self._taken(output)) is not None]
         outputs += [self._lent(entry) for entry in self._entries.values() if self._complete(entry)]
         failed, self._failed = self._failed, []
@@ -144,8 +153,8 @@ class ContextEngine:
         """As the engine's, and requests that read or lend."""
         return {
             **self._engine.stats(),
-            "contexts_waiting": sum(not entry.keys for entry in self._entries.values()),
-            "contexts_lent": sum(entry.lends for entry in self._entries.values()),
+            "contexts_waiting": sum(one.contexts is not None and not one.keys for one in self._entries.values()),
+            "contexts_lent": len(self._leases),
         }
 
     # --- a request that reads ----------------------------------------------------------------------------------------
@@ -222,7 +231,7 @@ class ContextEngine:
         if thinking is None:
             return output
         if output.error is not None:
-            self.release(output.request_id)
+            self._leave(output.request_id)
             return output
         thinking.thoughts += output.token_ids
         if output.finished:
@@ -230,25 +239,29 @@ class ContextEngine:
             thinking.end = output
             try:
                 self._plan(thinking)
-            except SegueError as error:
+            except Exception as error:  # as above
                 self._fail(output.request_id, error)
         return output
 
     def _complete(self, entry: _Entry) -> bool:
         """Whether all that it reads has been computed, and its views have not been sent."""
-        if entry.lends or entry.contexts is None or len(entry.keys) < len(entry.contexts.prompts) or not entry.keys:
+        if entry.lease is not None or not entry.keys:
             return False
         return all(self._engine.lent(key) is not None for key in entry.keys)
 
     def _lent(self, entry: _Entry) -> StageOutput:
         """The last output of a request: its views."""
         assert entry.contexts is not None
-        entry.lends = True
+        entry.lease = next(self._numbers)
+        self._leases[entry.lease] = entry
         end = entry.end
         return StageOutput(
             entry.request.request_id,
             first_index=len(entry.thoughts),
-            payload={"views": [[view.sequence, view.length, view.position] for view in entry.contexts.views]},
+            payload={
+                "lease": entry.lease,
+                "views": [[view.sequence, view.length, view.position] for view in entry.contexts.views],
+            },
             finished=True,
             finish_reason="stop" if end is None else end.finish_reason,
             stop_reason=None if end is None else end.stop_reason,
@@ -256,8 +269,19 @@ class ContextEngine:
             **({} if end is not None else entry.counts),
         )
 
-    def _fail(self, request_id: str, error: SegueError) -> None:
+    def _leave(self, request_id: str) -> None:
+        """Forget a request that reads or lends, and free its blocks."""
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return
+        if entry.lease is not None:
+            del self._leases[entry.lease]
+        for key in entry.keys:
+            del self._owner[key]
+            self._engine.cancel(key)
+
+    def _fail(self, request_id: str, error: Exception) -> None:
         """Report a failure with the next outputs."""
-        self.release(request_id)
+        self._leave(request_id)
         self._engine.cancel(request_id)
-        self._failed.append(StageOutput(request_id, error=error))
+        self._failed.append(StageOutput(request_id, error=as_error(error)))

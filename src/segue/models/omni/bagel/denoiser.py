@@ -66,6 +66,8 @@ class _State:
     request: StageRequest
     drawing: Drawing | None = None
     views: list[View] | None = None
+    lease: int | None = None
+    """Of their blocks."""
     final: set[str] = field(default_factory=set)
 
 
@@ -74,6 +76,8 @@ class _Drawn:
     """`Sample.state`."""
 
     drawing: Drawing
+    lease: int | None
+    """None: its contexts are empty."""
     at: torch.Tensor
     """[n] long: places of the tokens."""
     branches: tuple[int, ...]
@@ -104,7 +108,7 @@ class ImageDenoiser:
         for side in dict.fromkeys(min(side, largest) for side in _TRIAL_SIDES):
             drawing = msgspec.structs.replace(_TRIAL, height=side, width=side)
             noise = torch.zeros(1, *self._shape(drawing))
-            yield self._sample("trial", drawing, 0, noise, [_NOTHING])
+            yield self._sample("trial", drawing, 0, noise, [_NOTHING], None)
 
     def row_bytes(self, sample: Sample) -> int:
         prefix = max((view.length for view in sample.conditions), default=0)
@@ -117,7 +121,7 @@ class ImageDenoiser:
     def feed(self, state: _State, upstream: str, payload: Payload, *, final: bool) -> list[Sample]:
         """The input stage's settings and the reader's views → the samples, once both are there."""
         if payload and upstream == READER:
-            state.views = [View(*view) for view in payload["views"]]
+            state.lease, state.views = payload["lease"], [View(*view) for view in payload["views"]]
         elif payload:
             state.drawing = msgspec.convert(payload["drawing"], Drawing)
         if final:
@@ -129,7 +133,10 @@ class ImageDenoiser:
             state.request, self._config.vae.z_channels, drawing.given, (count, *self._shape(drawing))
         )
         name = state.request.request_id
-        return [self._sample(name, drawing, index, noise[index : index + 1], state.views) for index in range(count)]
+        return [
+            self._sample(name, drawing, index, noise[index : index + 1], state.views, state.lease)
+            for index in range(count)
+        ]
 
     def branches(self, sample: Sample) -> Sequence[int]:
         drawn: _Drawn = sample.state
@@ -192,14 +199,24 @@ class ImageDenoiser:
 
     def end(self, state: _State) -> None:
         """Give the contexts back."""
-        self._contexts.release(state.request.request_id)
+        if state.lease is not None:
+            self._contexts.release(state.lease)
 
-    def _sample(self, name: str, drawing: Drawing, index: int, noise: torch.Tensor, views: Sequence[View]) -> Sample:
+    def _sample(
+        self,
+        name: str,
+        drawing: Drawing,
+        index: int,
+        noise: torch.Tensor,
+        views: Sequence[View],
+        lease: int | None,
+    ) -> Sample:
         conditions = list(dict.fromkeys(views))
         flow = Flow(drawing.timesteps, drawing.shift)
         down, across = self._grid(drawing)
         drawn = _Drawn(
             drawing,
+            lease,
             places(down, across, self._config.latent_side).to(self.device),
             tuple(conditions.index(view) for view in views),
         )
@@ -217,11 +234,11 @@ class ImageDenoiser:
         )
 
     def _blocks(self, row: Row) -> Sequence[int]:
-        view: View = row.condition
-        if not view.length:
+        drawn: _Drawn = row.sample.state
+        if drawn.lease is None:
             return ()
         try:
-            return self._contexts.blocks(row.sample.request_id, view)
+            return self._contexts.blocks(drawn.lease, row.condition)
         except KeyError as error:
             raise StageFailed("the contexts of this request were given back while its image was drawn") from error
 

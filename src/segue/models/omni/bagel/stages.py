@@ -28,8 +28,8 @@ entry.
 **input → encoder** (`images`): the patches. **input → vae_encoder** (`edited`): the pixels. **input → llm**
 (`prompt_facts`): the rest. **input → denoiser**: the settings. **encoder → llm** (`whole`): one chunk per image, in
 order: `{"media": [{"hash": bytes, "rows": [n, H]}]}`. **vae_encoder → llm** (`whole`): `{"images": [{"mean", "std"}]}`,
-[C, h, w] each. **llm → denoiser** (`whole`): `{"views": [[sequence, length, position], …]}`, final: the contexts
-(`reading`), whose blocks the denoiser asks of the engine. **denoiser → decoder** (`whole`): as in
+[C, h, w] each. **llm → denoiser** (`whole`): `{"lease": int, "views": [[sequence, length, position], …]}`, final: the
+contexts (`reading`), whose blocks the denoiser asks of the engine. **denoiser → decoder** (`whole`): as in
 `segue.models.shared.diffusion.transfers`.
 """
 
