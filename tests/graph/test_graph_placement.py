@@ -153,6 +153,32 @@ def test_a_suggestion_gives_way_to_the_file(
     assert plan.edge("encoder", "thinker").kind == "shm"
 
 
+@pytest.mark.parametrize(
+    ("against", "field", "message"),
+    [
+        ({"stages": {"drawer": {"fuse_with": None}}}, "fuse_with", "leave out fuse_with of the stage"),
+        (
+            {"stages": {"drawer": {"devices": "cuda:0"}, "reader": {"devices": "cuda:1"}}},
+            "devices",
+            "'drawer' has devices cuda:0 and 'reader' has cuda:1: give both the same",
+        ),
+        ({"edges": [{"from": "reader", "to": "drawer", "connector": "shm"}]}, "fuse_with", "connector of their edge"),
+    ],
+)
+def test_stages_that_share_weights_are_never_set_apart(
+    two_gpus: Hardware, against: dict[str, Any], field: str, message: str
+) -> None:
+    graph = StageGraph("drawing")
+    graph.stage("reader", "autoregressive", takes={"text"})
+    graph.stage("drawer", "diffusion", gives={"image"}, shares_with="reader")
+    graph.edge("reader", "drawer")
+    laid = load_plan(graph, {}, hardware=two_gpus)
+    assert laid.group_of("drawer") == ("reader", "drawer")
+    with pytest.raises(ConfigError, match=f"uses the weights and the cache of stage 'reader'.*{message}") as refused:
+        load_plan(graph, against, hardware=two_gpus)
+    assert refused.value.field == f"stages.drawer.{field}"
+
+
 def test_fusing_is_transitive_and_shares_what_one_says(plan: Lay) -> None:
     laid = plan(
         {"stages": {"vocoder": {"fuse_with": "talker"}, "talker": {"fuse_with": "thinker", "devices": "cuda:1"}}}

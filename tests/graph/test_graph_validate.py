@@ -154,6 +154,10 @@ def tensor(name: str = "actions", **changes: Any) -> Callable[[StageGraph], None
         ),
         (lambda g: g.stage("talker", "module", fuse_with="thinkr"), "fuse_with 'thinkr'; did you mean 'thinker'?"),
         (lambda g: g.stage("talker", "module", fuse_with="talker"), "fuse_with 'talker', itself"),
+        (
+            lambda g: g.stage("late", "module", takes={"text"}, gives={"audio"}, shares_with="thinker"),
+            "stage 'late' has shares_with 'thinker'; name a stage upstream of it: input",
+        ),
         (lambda g: g.stage("0", "module"), "stage '0': a name must be a letter, then"),
         (two_mains, "marks 'a', 'b' as main"),
         (two_texts, "any of 'thinker', 'other' could make the main output; mark one with main=True"),

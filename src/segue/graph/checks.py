@@ -26,6 +26,7 @@ def check(graph: str, stages: Sequence[Stage], edges: Sequence[Edge], tensors: S
     _check_edges(graph, {stage.name for stage in stages}, edges)
     topological(graph, [stage.name for stage in stages], edges)  # raises if there is a cycle
     _check_loops(graph, stages, edges)
+    _check_shared(graph, stages, edges)
     _check_flow(graph, stages, edges)
     main_stage(graph, stages)
 
@@ -141,6 +142,18 @@ def _check_stage(graph: str, stage: Stage, names: set[str], tensors: Sequence[st
         raise ConfigError(f"{where} has fuse_with {stage.name!r}, itself; name another stage")
     if stage.fuse_with is not None and stage.fuse_with not in names:
         raise ConfigError(f"{where} has fuse_with {stage.fuse_with!r}{nearest(stage.fuse_with, names - {stage.name})}")
+
+
+def _check_shared(graph: str, stages: Sequence[Stage], edges: Sequence[Edge]) -> None:
+    """Check that stages share the weights of stages upstream, which are built first."""
+    before = {stage.name: [edge.source for edge in edges if edge.target == stage.name] for stage in stages}
+    for stage in stages:
+        upstream = reachable(stage.name, before) - {stage.name}
+        if stage.shares_with is not None and stage.shares_with not in upstream:
+            raise ConfigError(
+                f"graph {graph!r}: stage {stage.name!r} has shares_with {stage.shares_with!r}; name a stage upstream "
+                f"of it: {', '.join(sorted(upstream))}"
+            )
 
 
 def _check_duplicates(graph: str, stages: Sequence[Stage]) -> None:

@@ -55,14 +55,23 @@ def groups_of(
     for name in wishes:
         shared = graph.stages[name].shares_with
         if shared is not None and shared not in group_of[name]:
-            clash = joined_wish(group_of[name], wishes).clash(joined_wish(group_of[shared], wishes))
-            path = f"stages.{name}.{clash or 'fuse_with'}"
-            raise ConfigError(
-                f"stage {name!r} of {graph.name!r} uses the weights and the cache of {shared!r}, so both are in one "
-                f"worker; leave {path} out",
-                field=path,
-            )
+            _refuse_apart(graph.name, name, shared, *(joined_wish(group_of[one], wishes) for one in (name, shared)))
     return tuple(dict.fromkeys(group_of.values()))
+
+
+def _refuse_apart(graph: str, name: str, shared: str, wish: Wish, theirs: Wish) -> None:
+    """Raise `ConfigError` for a stage that the file sets apart from the one whose weights it uses."""
+    key = wish.clash(theirs)
+    remedy = (
+        f"{name!r} has {key} {wish.shown()[key]} and {shared!r} has {theirs.shown()[key]}: give both the same"
+        if key is not None
+        else "leave out fuse_with of the stage, and the connector of their edge"
+    )
+    raise ConfigError(
+        f"stage {name!r} of {graph!r} uses the weights and the cache of stage {shared!r}, so one worker has both; "
+        f"{remedy}",
+        field=f"stages.{name}.{key or 'fuse_with'}",
+    )
 
 
 def _joined_with(graph: StageGraph, name: str, section: Section) -> str | None:
