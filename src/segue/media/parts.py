@@ -190,6 +190,28 @@ def _part(part: object, policy: MediaPolicy, field: str) -> Part:
     return _plain_part(_PLAIN_PARTS[kind], values, policy, field)
 
 
+def appended_parts(content: object, policy: MediaPolicy, field: str) -> list[Part]:
+    """Parse what is appended to a running request: a text, or a list of parts `text` and `tensor`. Raises
+    `InvalidRequest` with the path of the wrong field."""
+    if isinstance(content, str):
+        content, at = [content], {0: field}
+    elif isinstance(content, Sequence) and content:
+        at = {index: f"{field}[{index}]" for index in range(len(content))}
+    else:
+        right = "it must be a text, or a list of at least one part"
+        raise InvalidRequest(f"{field} is {shown(content)}; {right}", field=field)
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else "text"
+        if kind not in ("text", TENSOR):
+            right = "only text and tensors can be appended"
+            raise InvalidRequest(f"{at[index]}.type is {shown(kind)}; {right}", field=f"{at[index]}.type")
+    made = [_part(part, policy, at[index]) for index, part in enumerate(content)]
+    for index, part in enumerate(made):
+        if isinstance(part, TextPart) and not part.text:
+            raise InvalidRequest(f"{at[index]} is empty; it must have at least one character", field=at[index])
+    return made
+
+
 def _embedded(value: object, policy: MediaPolicy, field: str, part_field: str) -> TextPart:
     if value is None:
         raise InvalidRequest(f"{field} is missing; it must be base64 of a torch.save or safetensors file", field=field)
@@ -239,8 +261,14 @@ def _tensor(values: Mapping[str, Any], policy: MediaPolicy, field: str) -> Media
 
 
 def tensors_from(given: Mapping[str, Any], policy: MediaPolicy, at: str) -> list[MediaPart]:
-    """Parts of named tensors in a Python caller's mapping. Raises `InvalidRequest` naming `at` and the tensor."""
-    return [_tensor({"name": name, "data": data}, policy, f"{at}[{name!r}]") for name, data in given.items()]
+    """Parts of named tensors: name → nested lists, an array, or an object with `dtype`, `shape` and `data` in base64.
+    Raises `InvalidRequest` naming `at` and the tensor."""
+    made = []
+    for name, data in given.items():
+        values = data if isinstance(data, Mapping) else {"data": data}
+        _only(values, set(_PART_KEYS[TENSOR]) - {"name"}, f"{at}[{name!r}]")
+        made.append(_tensor({"name": name, **values}, policy, f"{at}[{name!r}]"))
+    return made
 
 
 def _url_part(kind: str, value: object, policy: MediaPolicy, field: str, part_field: str) -> MediaPart:

@@ -24,7 +24,7 @@ from segue.media.sources import MediaPolicy
 from segue.messages.deltas import Delta, ProgressDelta, TokensDelta
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, diffusion_from
 from segue.messages.errors import ConfigError, InvalidRequest, StageFailed, nearest, shown, wrong
-from segue.messages.request import BESIDE, MediaPart, Message, Request
+from segue.messages.request import BESIDE, MediaPart, Message, Piece, Request
 from segue.messages.sampling import SamplingParams, sampling_from
 from segue.models.model_graph import ModelGraph, read_models
 from segue.models.shared.diffusion.sizes import Sizes
@@ -197,7 +197,7 @@ class AsyncOmni:
         input at once as well."""
         return self._served.open(request, reply=reply)
 
-    def stream_appended(self, request: Request, pieces: AsyncGenerator[str]) -> AsyncGenerator[Delta]:
+    def stream_appended(self, request: Request, pieces: AsyncGenerator[str | Piece]) -> AsyncGenerator[Delta]:
         """As `stream`, of an open request to which the pieces are appended as they come."""
         return self._served.stream_appended(request, pieces)
 

@@ -101,7 +101,7 @@ class OpenRequest:
         self._bytes += size
         return self._requests.append(self._books, made)
 
-    async def follow(self, pieces: AsyncGenerator[str]) -> AsyncGenerator[Delta]:
+    async def follow(self, pieces: AsyncGenerator[str | Piece]) -> AsyncGenerator[Delta]:
         """Append pieces as they come, and close the input at their end; yield the deltas meanwhile, `Finished` last.
         Raises what `pieces` raises, after the deltas that are there by then."""
         appending = asyncio.create_task(self._append_all(pieces))
@@ -126,9 +126,9 @@ class OpenRequest:
             await asyncio.gather(*tasks, return_exceptions=True)
             await pieces.aclose()
 
-    async def _append_all(self, pieces: AsyncGenerator[str]) -> None:
+    async def _append_all(self, pieces: AsyncGenerator[str | Piece]) -> None:
         async for piece in pieces:
-            if not self._take(piece_of(piece, reply=False)):
+            if not self._take(piece if isinstance(piece, Piece) else piece_of(piece, reply=False)):
                 return
         await self.close()
 

@@ -20,6 +20,7 @@ from segue.server.openai.audio.speech import add_speech
 from segue.server.openai.audio.speech_session import add_speech_stream
 from segue.server.openai.audio.transcriptions import add_transcriptions
 from segue.server.openai.chat.endpoint import add_chat_completions
+from segue.server.openai.chat.session import add_chat_stream
 from segue.server.openai.completions.endpoint import add_completions
 from segue.server.openai.embeddings import add_embeddings
 from segue.server.openai.images.endpoint import add_images
@@ -64,6 +65,7 @@ def create_app(service: Service, settings: ServerSettings | None = None) -> Fast
         title="Segue", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=running
     )
     add_chat_completions(app, service, settings, own, checking)
+    add_chat_stream(app, service, settings, own, checking)
     add_responses(app, service, settings, own, checking, responses)
     add_messages(app, service, settings, own, checking)
     add_completions(app, service, settings, own)

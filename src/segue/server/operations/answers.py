@@ -88,6 +88,17 @@ class ChatMessage(TypedDict):
     images: NotRequired[list[ImagePart]]
 
 
+class Video(TypedDict):
+    """The next bytes of an MP4 file, in base64, with facts about the frames so far."""
+
+    data: str
+    format: Literal["mp4"]
+    height: int
+    width: int
+    fps: float
+    frames: int
+
+
 class ChatDelta(TypedDict, total=False):
     role: Literal["assistant"]
     content: str | None
@@ -96,6 +107,7 @@ class ChatDelta(TypedDict, total=False):
     tool_calls: list[ToolCall]
     audio: Audio
     images: list[ImagePart]
+    video: Video
 
 
 class Span(TypedDict):
@@ -132,6 +144,11 @@ class ChatChoice(TypedDict):
     segue: NotRequired[Own]
 
 
+class TurnEnded(TypedDict):
+    finish_reason: str
+    stop_reason: str | int | None
+
+
 class ChatStreamChoice(TypedDict):
     index: int
     delta: ChatDelta
@@ -139,6 +156,8 @@ class ChatStreamChoice(TypedDict):
     finish_reason: str | None
     stop_reason: NotRequired[str | int | None]
     token_ids: list[int] | None
+    turn_ended: NotRequired[TurnEnded]
+    """Over the websocket: the model has replied to what was appended so far."""
     segue: NotRequired[Own]
 
 

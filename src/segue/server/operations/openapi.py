@@ -163,7 +163,10 @@ _DELETE = {
     "/v1/responses/{response_id}": "Delete a response.",
     "/v1/videos/{video_id}": "End and delete a video job.",
 }
-_WEBSOCKETS = {"/v1/audio/speech/stream": "A websocket that says texts while they are written."}
+_WEBSOCKETS = {
+    "/v1/audio/speech/stream": "A websocket that says texts while they are written.",
+    "/v1/chat/completions/stream": "A websocket with a completion whose input is appended while it runs.",
+}
 """Path → description. OpenAPI has a websocket's handshake: a GET, answered with 101."""
 _FORMS = frozenset({"/v1/images/edits", "/v1/videos"})
 """Endpoints that also take a form."""

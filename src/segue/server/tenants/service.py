@@ -9,7 +9,8 @@ import msgspec
 
 from segue.messages.deltas import Delta, Finished, TextDelta
 from segue.messages.errors import InvalidRequest, NotFound, SegueError, nearest, shown
-from segue.messages.request import Request, TextPart
+from segue.messages.request import Piece, Request, TextPart
+from segue.messages.tensors import items_of
 from segue.orchestrator.service import Health, ModelCard, MovedWorker, Service
 from segue.server.tenants.tenants import NOBODY, Account, Tenants, caller, calling
 
@@ -58,9 +59,9 @@ class TenantService:
         request, account = self._of_caller(request)
         return _charged(self._service.stream(request), request, account)
 
-    def stream_appended(self, request: Request, pieces: AsyncGenerator[str]) -> AsyncGenerator[Delta]:
+    def stream_appended(self, request: Request, pieces: AsyncGenerator[str | Piece]) -> AsyncGenerator[Delta]:
         request, account = self._of_caller(request)
-        deltas = self._service.stream_appended(request, _charged_pieces(pieces, account))
+        deltas = self._service.stream_appended(request, _charged_pieces(pieces, account, self._service.card))
         return _charged(deltas, request, account)
 
     def _of_caller(self, request: Request) -> tuple[Request, Account]:
@@ -136,13 +137,25 @@ async def _charging(deltas: AsyncGenerator[Delta], request: Request, account: Ac
         raise
 
 
-async def _charged_pieces(pieces: AsyncGenerator[str], account: Account) -> AsyncGenerator[str]:
+async def _charged_pieces(
+    pieces: AsyncGenerator[str | Piece], account: Account, card: ModelCard
+) -> AsyncGenerator[str | Piece]:
     """Yield the pieces and charge each by its length: they are input that the usage does not count."""
     async with aclosing(pieces):
         async for piece in pieces:
             if account.counts_tokens:
-                account.charge(-(-len(piece) // _CHARACTERS))
+                account.charge(_tokens(piece, card))
             yield piece
+
+
+def _tokens(piece: str | Piece, card: ModelCard) -> int:
+    """The tokens of a piece, approximately if it is text."""
+    if isinstance(piece, str):
+        return -(-len(piece) // _CHARACTERS)
+    tensors = sum(
+        len(items_of(part, spec)) * spec.tokens for part in piece.tensors for spec in [card.tensors[part.kind]]
+    )
+    return _tokens(piece.prompt or "", card) + len(piece.prompt_token_ids or ()) + tensors
 
 
 def _estimate(request: Request) -> int:

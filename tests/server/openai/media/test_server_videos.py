@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import json
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -220,16 +222,25 @@ def test_deleting_ends_what_runs(http: httpx.Client, server: Live, tmp_path: Pat
         pass  # what other tests broke off
 
 
-def test_a_chat_carries_no_video(http: httpx.Client, server: Live) -> None:
+def test_a_whole_chat_carries_no_video(http: httpx.Client, server: Live) -> None:
     """It is refused before a video is made that nobody gets."""
     server.service.requests.clear()
-    for more in ({}, {"modalities": ["video"]}, {"stream": True}):
+    for more in ({}, {"modalities": ["video"]}, {"stream": False}):
         asked = {"model": "filmer", "messages": [{"role": "user", "content": "a boat"}], **more}
         answer = http.post("/v1/chat/completions", json=asked)
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "modalities"), error
         assert "POST /v1/videos" in error["message"]
     assert server.service.requests == []
+
+
+def test_a_streamed_chat_carries_fragments(http: httpx.Client) -> None:
+    asked = {"messages": [{"role": "user", "content": "a boat"}], "stream": True, "num_frames": 5}
+    lines = http.post("/v1/chat/completions", json=asked).text.splitlines()
+    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines if line.startswith("data: {")]
+    videos = [delta["video"] for delta in deltas if "video" in delta]
+    made, fps = decoded(b"".join(base64.b64decode(video["data"]) for video in videos))
+    assert (len(made), fps, [video["frames"] for video in videos]) == (5, FPS, [5])
 
 
 def test_a_model_that_makes_no_video() -> None:

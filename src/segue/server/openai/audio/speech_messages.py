@@ -12,13 +12,10 @@ from typing import Any
 
 import msgspec
 
-from segue.messages.errors import InvalidRequest, SegueError, nearest, shown, wrong
-from segue.messages.limits import RequestLimits
+from segue.messages.errors import nearest, wrong
 from segue.messages.request import Request
 from segue.orchestrator.service import ModelCard
 from segue.server.generation.parameters import parse_body
-from segue.server.http.body import decode_json
-from segue.server.http.errors import error_body
 from segue.server.openai.audio.speech_request import PCM_RATE, SpeechOptions, SpeechRequest, speech_options
 from segue.server.settings import ServerSettings
 
@@ -83,27 +80,8 @@ def session_config(values: dict[str, Any], card: ModelCard, settings: ServerSett
     return SessionConfig(asked, bool(own.stream_audio), split != "none", goes_on, checked)
 
 
-def client_message(text: str | None, limits: RequestLimits) -> tuple[str, dict[str, Any]]:
-    """(type, other members) of a client's message; `text` is None if it was binary. Raises `InvalidRequest`."""
-    if text is None:
-        raise InvalidRequest("the message is binary; it must be a JSON text")
-    values = decode_json(text.encode(), limits)
-    if not isinstance(values, dict):
-        raise InvalidRequest(f"the message is {shown(values)}; it must be a JSON object")
-    kind = values.pop("type", None)
-    if kind not in FROM_CLIENT:
-        near = nearest(kind, FROM_CLIENT) if isinstance(kind, str) else ""
-        raise wrong("type", kind, f"one of {', '.join(FROM_CLIENT)}{near}")
-    return kind, values
-
-
 def start_message(where: dict[str, int], text: str, config: SessionConfig) -> dict[str, object]:
     """What precedes the audio of a sentence; `where`: its indices."""
     form = config.asked.response_format
     rate = {"sample_rate": PCM_RATE, "channels": 1} if form == "pcm" else {}
     return {"type": "audio.start", **where, "sentence_text": text, "format": form, **rate}
-
-
-def error_message(error: SegueError) -> dict[str, object]:
-    """An error, as OpenAI's object, and its message where vllm-omni has it."""
-    return {"type": "error", "message": error.message, **error_body(error)}

@@ -5,39 +5,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket
 
-from segue.messages.errors import Cancelled, InvalidRequest, SegueError, TooLarge, wrong
+from segue.messages.errors import InvalidRequest, SegueError, TooLarge, wrong
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
 from segue.orchestrator.spoken.passages import MOST_SENTENCES, Passage, in_turn
 from segue.orchestrator.spoken.sentences import Sentences
 from segue.orchestrator.spoken.words import Words
 from segue.server.http.checking import Checking
-from segue.server.http.disconnect import CLIENT_GONE
-from segue.server.http.errors import UploadTimeout
+from segue.server.http.websocket import Frame, SessionTimeout, Socket, client_message, error_message
 from segue.server.openai.audio.arriving_text import MOST_STREAMED
 from segue.server.openai.audio.speech import encoded, said
-from segue.server.openai.audio.speech_messages import (
-    SessionConfig,
-    client_message,
-    error_message,
-    session_config,
-    start_message,
-)
+from segue.server.openai.audio.speech_messages import FROM_CLIENT, SessionConfig, session_config, start_message
 from segue.server.openai.audio.speech_request import MOST_CHARACTERS
 from segue.server.settings import ServerSettings
 from segue.server.tenants.tenants import calling
-
-Frame = dict[str, object] | bytes
-"""A message to the client: JSON, or audio."""
 
 
 @dataclass
@@ -75,13 +64,6 @@ class _Unit:
     """Its last message has been sent."""
 
 
-class SessionTimeout(UploadTimeout):
-    """The client of a websocket sent nothing more, or not all of a text."""
-
-    def __init__(self, message: str) -> None:
-        SegueError.__init__(self, message)
-
-
 class SpeechSession:
     """One websocket. One task reads messages, so that a client that leaves is noticed at once; another says what they
     give, and waits for the client to take it."""
@@ -89,7 +71,7 @@ class SpeechSession:
     def __init__(
         self, socket: WebSocket, service: Service, settings: ServerSettings, metrics: ServerMetrics, checking: Checking
     ) -> None:
-        self._socket = socket
+        self._socket = Socket(socket, settings.stall_seconds)
         self._service = service
         self._settings = settings
         self._metrics = metrics
@@ -111,45 +93,29 @@ class SpeechSession:
 
     async def run(self) -> None:
         """Serve the client until it leaves or an error ends the session; the reason is then the last message."""
-        await self._socket.accept()
-        tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._say())]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        try:
-            for task in done:
-                task.result()
-        except (WebSocketDisconnect, Cancelled):
-            self._socket.scope[CLIENT_GONE] = True
-        except SegueError as error:
-            with suppress(WebSocketDisconnect, Cancelled):
-                await self._send(error_message(error))
-                await self._close(_close_code(error), error.code)
+        await self._socket.serve(self._read(), self._say())
 
     async def _read(self) -> None:
         """Take the client's messages until it leaves. Raises the error that ends the session."""
-        while (message := await self._receive())["type"] != "websocket.disconnect":
+        while (message := await self._receive()) is not None:
             self._heard = asyncio.get_running_loop().time()
             if self._closing:
                 continue
             try:
-                await self._take(*client_message(message.get("text"), self._settings.limits))
+                await self._take(*client_message(message.get("text"), FROM_CLIENT, self._settings.limits))
             except InvalidRequest as error:
                 if self._config is None or isinstance(error, TooLarge):
                     raise
-                await self._send(error_message(error))
+                await self._socket.send(error_message(error))
         if self._given or self._text is not None:
-            self._socket.scope[CLIENT_GONE] = True
+            self._socket.client_gone()
 
-    async def _receive(self) -> dict[str, Any]:
+    async def _receive(self) -> dict[str, Any] | None:
         loop = asyncio.get_running_loop()
         while True:
             try:
                 async with asyncio.timeout_at(self._patience()):
-                    return dict(await self._socket.receive())
+                    return await self._socket.receive()
             except TimeoutError:
                 # while nothing came, the last audio may have been sent: then the client's time began
                 if loop.time() >= self._patience():
@@ -278,13 +244,13 @@ class SpeechSession:
         """Send the messages of all units, in their order; then close."""
         async with aclosing(in_turn(self._unit_stream(), self._frames)) as frames:
             async for frame in frames:
-                await self._send(frame)
+                await self._socket.send(frame)
                 if isinstance(frame, dict) and frame["type"] in ("audio.done", "session.done"):
                     unit = self._given.popleft()
                     unit.over = True
                     self._waiting -= unit.size
                     self._said = asyncio.get_running_loop().time()
-        await self._close(1000, "")
+        await self._socket.close()
 
     async def _unit_stream(self) -> AsyncGenerator[_Unit]:
         while (unit := await self._units.get()) is not None:
@@ -320,33 +286,6 @@ class SpeechSession:
                 size = 0
             yield {**error_message(error), **where}
         yield {"type": "audio.done", **where, "total_bytes": size, "error": failed}
-
-    async def _send(self, frame: Frame) -> None:
-        """Raises `Cancelled` if the client does not read."""
-        if isinstance(frame, bytes):
-            await self._while_read(self._socket.send_bytes(frame))
-        else:
-            await self._while_read(self._socket.send_text(msgspec.json.encode(frame).decode()))
-
-    async def _close(self, code: int, reason: str) -> None:
-        await self._while_read(self._socket.close(code, reason))
-
-    async def _while_read(self, sending: Coroutine[Any, Any, None]) -> None:
-        """A message is sent when the client has read the one before."""
-        try:
-            async with asyncio.timeout(self._settings.stall_seconds):
-                await sending
-        except TimeoutError as error:
-            raise Cancelled("the client stopped reading") from error
-
-
-def _close_code(error: SegueError) -> int:
-    """The websocket's close code (RFC 6455, and its registry)."""
-    if isinstance(error, TooLarge):
-        return 1009
-    if error.status in (429, 503):
-        return 1013
-    return 1011 if error.status >= 500 else 1008
 
 
 def add_speech_stream(

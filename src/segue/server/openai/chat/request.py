@@ -198,7 +198,7 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
     dialect = dialect_for(card, settings)
     now = time.time()
     common = common_fields(body, card, now)
-    modalities = _modalities(body.modalities, card)
+    modalities = _modalities(body.modalities, card, streamed=bool(body.stream))
     voice, audio_format = _audio(body, card)
     tools = tool_plan(body.tools, body.tool_choice, body.parallel_tool_calls, values.get("tools"), dialect)
     if body.detokenize is False and body.tools:
@@ -240,6 +240,7 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
     formats = {
         "audio": Format(name=audio_format, whole=not body.stream, base64=True),  # whole, it states its length
         "image": Format(name="png", base64=True),
+        "video": Format(name="mp4", fragmented=True),
     }
     requests = [
         Request(
@@ -330,7 +331,7 @@ def _max_tokens(body: ChatBody) -> int | None:
     return body.max_completion_tokens
 
 
-def _modalities(wanted: list[str] | None, card: ModelCard) -> list[str]:
+def _modalities(wanted: list[str] | None, card: ModelCard, *, streamed: bool) -> list[str]:
     if wanted is None:
         others = card.gives - {"video"} or card.gives
         wanted = ["text"] if "text" in card.gives else sorted(others)
@@ -346,8 +347,12 @@ def _modalities(wanted: list[str] | None, card: ModelCard) -> list[str]:
     if card.gives.isdisjoint(wanted):
         gives = ", ".join(sorted(card.gives))
         raise InvalidRequest(f"modalities is {shown(wanted)}; it must have one of {gives}, too", field="modalities")
-    if "video" in wanted:
-        raise Unsupported("a chat completion cannot return video: use POST /v1/videos", field="modalities")
+    if "video" in wanted and not streamed:
+        raise Unsupported(
+            "a chat completion returns video only with stream: true, while it is made; for a whole file use POST "
+            "/v1/videos",
+            field="modalities",
+        )
     return list(dict.fromkeys(wanted))
 
 

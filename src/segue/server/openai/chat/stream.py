@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
-from segue.messages.deltas import ChoiceEnded, Delta, EncodedDelta, Finished, ModelDelta, TextDelta
+from segue.messages.deltas import ChoiceEnded, Delta, EncodedDelta, Finished, ModelDelta, TextDelta, TurnEnded
 from segue.models.shared.dialects.pieces import Piece, Said
 from segue.server.generation.generations import early_end
 from segue.server.generation.usage import RunningUsage, usage_object
@@ -49,6 +50,10 @@ class _StreamedChoice:
             entries += new
         elif isinstance(delta, EncodedDelta) and delta.kind == "image":
             entries.append(self._entry({"images": [image_object(delta)]}))
+        elif isinstance(delta, EncodedDelta) and delta.kind == "video":
+            if delta.data:
+                data = base64.b64encode(delta.data).decode()
+                entries.append(self._entry({"video": {"data": data, "format": "mp4", **delta.facts}}))
         elif isinstance(delta, EncodedDelta):
             self._audible = True
             if delta.data:
@@ -56,6 +61,11 @@ class _StreamedChoice:
         elif isinstance(delta, ModelDelta):
             if isinstance(delta.delta, TextDelta):
                 entries.append(self._entry({"models": {delta.model: {"text": delta.delta.text}}}))
+        elif isinstance(delta, TurnEnded):
+            entries += self._read(self._reader.finish())
+            self._reader = ReplyReader(replace(self._chat, in_thought=False))
+            ended = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+            entries.append({**self._entry({}), "turn_ended": ended})
         elif isinstance(delta, Finished):
             self._ended = True
             entries += self._read(self._reader.finish())

@@ -6,11 +6,12 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from segue.media.parts import image_parts
+from segue.media.parts import image_parts, tensors_from
 from segue.messages.diffusion import DiffusionParams
-from segue.messages.errors import SegueError, wrong
+from segue.messages.errors import InvalidRequest, SegueError, wrong
 from segue.messages.formats import check_video_sides
 from segue.messages.request import MediaPart, Request
+from segue.messages.tensors import check_tensors
 from segue.orchestrator.service import ModelCard
 from segue.server.generation.parameters import served_names
 from segue.server.http.errors import Unsupported
@@ -27,6 +28,8 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {"characters": ([],)}
 class VideoBody(PaintingBody, kw_only=True, frozen=True):
     """Every parameter that has an effect. null means not given."""
 
+    prompt: str = ""
+    """Required if the model takes text."""
     input_reference: File = None
     """The first frame: a file, a URL, or `{"image_url": URL}`."""
     n: int | None = None
@@ -35,6 +38,8 @@ class VideoBody(PaintingBody, kw_only=True, frozen=True):
     """The pipelines' name for `n`."""
     last_image: File = None
     """Additional: the last frame."""
+    tensors: dict[str, Any] | None = None
+    """Additional: named tensors of a model of one's own: name → nested lists, or `{"dtype", "shape", "data"}`."""
 
 
 def video_request(values: dict[str, Any], card: ModelCard, settings: ServerSettings) -> tuple[VideoJob, Request]:
@@ -52,9 +57,15 @@ def video_request(values: dict[str, Any], card: ModelCard, settings: ServerSetti
         raise Unsupported(
             f"partial_images is {body.partial_images}; a job has no previews: leave it out", field="partial_images"
         )
-    request = painting_request(
-        body, card, settings, prefix="video", modality="video", images=_images(body, card, settings)
-    )
+    prompted = values.get("prompt") is not None
+    if "text" in card.takes and not prompted:
+        raise InvalidRequest("prompt is missing", field="prompt")
+    tensors = tensors_from(body.tensors or {}, settings.media, "tensors")
+    check_tensors(tensors, card.tensors, {})
+    media = [*_images(body, card, settings), *tensors]
+    request = painting_request(body, card, settings, prefix="video", modality="video", images=media)
+    if media and not prompted:
+        request.prompt = None
     params = request.diffusion or DiffusionParams()
     height, width = params.height or 0, params.width or 0
     check_video_sides(height, width, "size" if body.size is not None else "height" if height >= width else "width")
