@@ -13,8 +13,8 @@ def graph(config: dict[str, Any]) -> StageGraph:
     g = StageGraph("action_video")
     per_frame, most = config["actions_per_frame"], config["max_frames"] - 1
     g.tensor("actions", dtype="float32", shape=(per_frame, config["action_size"]), tokens=per_frame, most=most)
-    g.stage("trunk", "autoregressive", takes={"image", "actions"})
-    g.stage("frames", "module", gives={"image", "video"})
+    g.stage("trunk", "autoregressive", takes={"image", "actions"}, tensors=[""])
+    g.stage("frames", "module", gives={"image", "video"}, tensors=["image_tokenizer."])
     g.edge("trunk", "frames")
     return g
 

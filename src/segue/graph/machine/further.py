@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from segue.graph.deployment.deployment import MiB, Plan
 from segue.graph.kinds.registry import kind_of, shares_weights
-from segue.graph.parts import only_reads
+from segue.graph.parts import is_built_in
 from segue.graph.render import table
 
 
@@ -14,7 +14,7 @@ def further_workers(plan: Plan, weights: Mapping[str, int]) -> str:
     """Return a table with a row for each worker that has weights. `weights`: stage → bytes of its weights as published,
     as far as they are known."""
     rows = [["a further worker", "weights", "caches", "activations", "together"]]
-    rows += [_row(plan, group, weights) for group in plan.groups if not only_reads(group)]
+    rows += [_row(plan, group, weights) for group in plan.groups if not all(map(is_built_in, group))]
     return "\n".join(table(rows)) + "\n"
 
 
