@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import torch
 
 from segue.connectors.base import Connector
 from segue.engines.autoregressive.contract import LoraHost
 from segue.engines.autoregressive.hold import turn_seed
 from segue.engines.contract import Engine, StageOutput, StageRequest, Transfer
 from segue.graph.deployment.stage_plan import StagePlan
-from segue.graph.parts import CLIENT, OUTPUT, TOKENS, full_name, is_input, member_of, number_of, own_name
+from segue.graph.parts import CLIENT, OUTPUT, TOKENS, full_name, is_built_in, is_input, member_of, number_of, own_name
 from segue.kernels.device import end_where_lost
 from segue.media.files import PREVIEW
 from segue.messages.deltas import (
@@ -284,12 +285,38 @@ def _own(request: Request) -> Request:
     return msgspec.structs.replace(request, sampling=sampling)
 
 
+CLIENT_KEYS = {
+    "audio": "samples",
+    "image": "image",
+    "video": "video",
+    "embedding": "embedding",
+    "score": "score",
+    "classes": "classes",
+}
+"""Modality → the key of a payload under which the client's data stand (`segue.engines.module.contract.Result`)."""
+
+
+def _check_payload(request: StageRequest, payload: Mapping[str, Any]) -> None:
+    """Raise `StageFailed` for a payload without anything that the client receives, which would be lost silently."""
+    wanted = sorted(CLIENT_KEYS.keys() & (request.to_client | request.encoded))
+    if not wanted or not payload or is_built_in(request.stage):
+        return
+    if payload.keys().isdisjoint(CLIENT_KEYS.values()):
+        right = ", ".join(f"{name} under {CLIENT_KEYS[name]!r}" for name in wanted)
+        raise StageFailed(f"stage {request.stage!r} gave a payload with {sorted(payload)}; it must have {right}")
+    if "samples" in payload and not isinstance(payload["samples"], torch.Tensor):
+        raise StageFailed(
+            f"stage {request.stage!r} gave samples of type {type(payload['samples']).__name__}; they must be a tensor"
+        )
+
+
 def client_deltas(request: StageRequest, output: StageOutput, made: Counter[tuple[str, int]]) -> list[ClientDelta]:
     """Return the part of an output that the client asked for; data only for the client leave the payload.
 
-    `made` counts the units of the request's outputs so far.
+    `made` counts the units of the request's outputs so far. Raises `StageFailed` for a payload that has nothing of it.
     """
     payload: dict[str, Any] = output.payload or {}
+    _check_payload(request, payload)
     if own_name(request.stage) == OUTPUT:
         member = member_of(request.stage)
         files = payload.get("deltas", ())

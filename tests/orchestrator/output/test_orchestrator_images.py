@@ -108,3 +108,20 @@ def test_what_a_stage_tells_the_client() -> None:
     for payload in ({"image": pixels.reshape(2, 12)}, {"video": pixels.reshape(2, 4, 3), "fps": 8}):
         with pytest.raises(StageFailed, match="shape"):
             client_deltas(stage_request("image", "video"), StageOutput("r", payload=payload))
+
+
+@pytest.mark.parametrize(
+    ("payload", "says"),
+    [
+        (
+            {"audio": torch.zeros(4), "rate": 8000},
+            r"gave a payload with \['audio', 'rate'\]; it must have audio under 'samples'",
+        ),
+        ({"samples": np.zeros(4), "sample_rate": 8000}, "gave samples of type ndarray; they must be a tensor"),
+    ],
+)
+def test_what_a_client_would_never_get_is_an_error(payload: dict[str, Any], says: str) -> None:
+    output = StageOutput("one", payload=payload)
+    with pytest.raises(StageFailed, match=says):
+        client_deltas(stage_request("audio"), output)
+    assert client_deltas(stage_request(), output) == [], "it is for another stage"

@@ -33,6 +33,9 @@ class Result:
     """The result of one `Work`: a payload, or the error of this item alone."""
 
     payload: Payload | None = None
+    """For downstream stages, and for the client: `samples` [n] float32 in [-1, 1] with `sample_rate`; `image`
+    [height, width, 3] uint8 with `index`, which image it is; `video` [frames, height, width, 3] uint8 with `fps` and
+    `first`, the number of frames before; `embedding` or `classes` [n] float32, the latter with `label`; `score`."""
     error: SegueError | None = None
     progress: tuple[int, int] | None = None
     """(steps done, total steps), if the item is a step of something longer."""
