@@ -22,6 +22,7 @@ from segue.bench.omni import report
 from segue.bench.omni.results import Result
 from segue.bench.own.results import OwnResult
 from segue.bench.own.results import markdown as own_report
+from segue.bench.plain import comparison as plain
 from segue.bench.text import report as text_report
 from segue.bench.text.results import TextResult
 from segue.messages.errors import ConfigError
@@ -34,11 +35,18 @@ _KINDS: dict[str, tuple[Any, Callable[[Any], str], Callable[[Any], Measured] | N
     "diffusion": (DiffusionResult, diffusion_report.markdown, of_diffusion),
     "losses": (losses.LossResult, losses.markdown, None),
     "own": (OwnResult, own_report, None),
+    "bagel": (plain.PlainResult, plain.markdown, None),
+    "mimo-audio": (plain.PlainResult, plain.markdown, None),
     "hop": (HopResult, hop_table, None),
 }
 """Benchmark → type of its result, its full report, its comparisons."""
 _ORDER = tuple(_KINDS)
-_TABLES = {"own": "A video model of one's own", "hop": "Bytes between workers"}
+_TABLES = {
+    "own": "A video model of one's own",
+    "bagel": "BAGEL",
+    "mimo-audio": "MiMo-Audio",
+    "hop": "Bytes between workers",
+}
 """Title of the section of each benchmark whose full report is short enough for the page."""
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 
 from segue.bench.diffusion import arguments as diffusion
 from segue.bench.gpu_check import add_gpu
 from segue.bench.harness.arguments import add_command
 from segue.bench.omni import arguments as omni
 from segue.bench.own import arguments as own
+from segue.bench.plain import bagel, mimo_audio
+from segue.bench.plain import comparison as plain
 from segue.bench.steps import arguments as steps
 from segue.bench.text import arguments as text
 from segue.cli.parser import Parser
@@ -45,5 +48,8 @@ def parser() -> Parser:
     add_command(commands, "attention", said, steps.AttentionBench, steps.start_attention)
     said = "a video model of one's own that follows actions, Segue against its author's loop"
     add_command(commands, "own", said, own.OwnBench, own.start, own.NEEDS)
+    for workload, what in ((mimo_audio.WORKLOAD, "text and speech"), (bagel.WORKLOAD, "text and images")):
+        said = f"{what}, Segue against a plain PyTorch loop over the same networks"
+        add_command(commands, workload.name, said, plain.PlainBench, partial(plain.start, workload), ["psutil"])
     add_gpu(commands)
     return top

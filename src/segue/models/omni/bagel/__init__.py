@@ -10,5 +10,5 @@ names, and compared with tensors of the public reference. Served: replies to tex
 images, and images that the model first thinks about; not yet texts and images in turn, which take walks that come back
 to a stage.
 
-Doors: `family`.
+Doors: `family`, `config`, `loading`, `sizes`, `vision`.
 """

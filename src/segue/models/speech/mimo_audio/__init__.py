@@ -4,5 +4,5 @@ Read `graph`, then `stages`.
 In neither transformers nor diffusers: the three decoders are the library's Qwen2, the tokenizer of audio is plain torch
 (`codec`); everything else is written here, and compared with tensors of the published code.
 
-Doors: `family`.
+Doors: `family`, `config`, `input`, `loading`, `tokens`.
 """
