@@ -1,16 +1,15 @@
 """Seconds to the first sound of the assistant: its models as one graph, and the same models one after the other.
 
-    python examples/assistant/first_sound.py assets/speech.wav --tokens 200
+    python examples/assistant/first_sound.py assets/speech.wav --tokens 200 --out out/first-sound.json
 
-Both sides have the same checkpoints, questions, seeds and machine; one request runs at a time. One request of each
-side, which is not counted, warms it up.
+Both sides have the same checkpoints, questions, seeds and machine. They take turns, one request at a time; one request
+of each side, which is not counted, warms it up. `python -m segue.bench.figures FILE` shows the results of a file.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
 import time
 from contextlib import aclosing
 from pathlib import Path
@@ -19,6 +18,9 @@ from typing import Any
 from assistant import CHECKPOINTS, aloud, as_question, assistant
 
 from segue import AsyncOmni
+from segue.bench.first_sound import markdown, sound_result
+from segue.bench.harness.hardware import machine
+from segue.bench.harness.results import write_result
 from segue.messages.deltas import AudioDelta
 
 
@@ -36,46 +38,51 @@ async def first_sound(omni: AsyncOmni, prompt: dict[str, Any]) -> float:
     raise SystemExit("the reply has nothing to say: give another recording, seed or number of tokens")
 
 
-async def as_graph(repeat: int, recording: Path, tokens: int) -> list[float]:
-    async with AsyncOmni(assistant) as omni:
-        prompts = [
-            {
-                "messages": asked(recording),
-                "modalities": ["audio"],
-                "seed": seed,
-                "sampling": {"think.llm": {"max_tokens": tokens}},
-            }
-            for seed in range(repeat + 1)
-        ]
-        return [await first_sound(omni, prompt) for prompt in prompts][1:]
+async def as_graph(omni: AsyncOmni, recording: Path, tokens: int, seed: int) -> float:
+    sampling = {"think.llm": {"max_tokens": tokens, "ignore_eos": True}}
+    prompt = {"messages": asked(recording), "modalities": ["audio"], "seed": seed, "sampling": sampling}
+    return await first_sound(omni, prompt)
 
 
-async def one_after_the_other(repeat: int, recording: Path, tokens: int) -> list[float]:
-    hear, think, speak = (AsyncOmni(CHECKPOINTS / name) for name in ("whisper", "qwen3", "pocket-tts"))
-    async with hear, think, speak:
+async def one_after_the_other(models: tuple[AsyncOmni, ...], recording: Path, tokens: int, seed: int) -> float:
+    hear, think, speak = models
+    begun = time.perf_counter()
+    heard = await hear.generate({"messages": asked(recording), "seed": seed})
+    question = {
+        "messages": as_question(heard.text),
+        "seed": seed,
+        "sampling": {"llm": {"max_tokens": tokens, "ignore_eos": True}},
+    }
+    reply = await think.generate(question)
+    before = time.perf_counter() - begun
+    said = {"messages": [{"role": "user", "content": aloud(reply.text) or "."}], "modalities": ["audio"], "seed": seed}
+    return before + await first_sound(speak, said)
+
+
+async def measure(repeat: int, recording: Path, tokens: int) -> list[tuple[float, float]]:
+    """Of each request: the seconds of both sides."""
+    hear, think, speak = models = tuple(AsyncOmni(CHECKPOINTS / name) for name in ("whisper", "qwen3", "pocket-tts"))
+    async with AsyncOmni(assistant) as omni, hear, think, speak:
         found = []
         for seed in range(repeat + 1):
-            begun = time.perf_counter()
-            heard = await hear.generate({"messages": asked(recording), "seed": seed})
-            question = {"messages": as_question(heard.text), "seed": seed, "sampling": {"llm": {"max_tokens": tokens}}}
-            reply = await think.generate(question)
-            before = time.perf_counter() - begun
-            said = {"messages": [{"role": "user", "content": aloud(reply.text) or "."}], "modalities": ["audio"]}
-            found.append(before + await first_sound(speak, {**said, "seed": seed}))
+            joined = await as_graph(omni, recording, tokens, seed)
+            found.append((joined, await one_after_the_other(models, recording, tokens, seed)))
         return found[1:]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recording", type=Path)
-    parser.add_argument("--tokens", type=int, default=200, help="most tokens of the reply; default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens of the reply; default: %(default)s")
     parser.add_argument("--repeat", type=int, default=5, help="requests per side; default: %(default)s")
+    parser.add_argument("--out", type=Path, help="file of the results")
     arguments = parser.parse_args()
-    for name, side in (("one graph", as_graph), ("one after the other", one_after_the_other)):
-        times = asyncio.run(side(arguments.repeat, arguments.recording, arguments.tokens))
-        print(
-            f"{name}: {statistics.median(times):.3f} s to the first sound (from {min(times):.3f} to {max(times):.3f})"
-        )
+    before = machine()
+    joined, chained = zip(*asyncio.run(measure(arguments.repeat, arguments.recording, arguments.tokens)), strict=True)
+    result = sound_result(before, arguments.tokens, [*joined], [*chained])
+    if arguments.out is not None:
+        write_result(result, arguments.out)
+    print(markdown(result))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""`segue bench mimo-audio` and `bagel`: Segue and a plain loop answer the same requests, with equal tokens."""
+"""`segue bench mimo-audio` and `bagel`: Segue and a plain loop answer the same requests, with equal tokens; and the
+result of the assistant's example."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from segue.bench import figures
+from segue.bench.first_sound import sound_result
 from segue.bench.harness.hardware import machine
 from segue.bench.harness.results import read_values, result_of, write_result
 from segue.bench.harness.stats import Ratio, Summary
@@ -48,6 +50,13 @@ def test_its_report_stands_among_the_figures(tmp_path: Path) -> None:
         report = figures.full(path)
         assert all(f"| 8 | {kind} | plain loop |" in report for kind in workload.kinds)
         assert "0.25×" in report
+
+
+def test_first_sounds_stand_among_the_figures(tmp_path: Path) -> None:
+    write_result(sound_result(machine(), 60, [0.5, 0.7], [2.0, 2.8]), path := tmp_path / "first-sound.json")
+    report = figures.full(path)
+    assert "| one graph | 2 | 0.60 (0.50–0.70) | 1.00× |" in report
+    assert "| one after the other | 2 | 2.40 (2.00–2.80) | 0.25× |" in report
 
 
 def test_what_one_side_lacks_is_noticed() -> None:

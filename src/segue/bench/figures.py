@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from segue.bench import first_sound
 from segue.bench.comparisons import Measured, comparison_table, of_diffusion, of_omni, of_text
 from segue.bench.diffusion import losses
 from segue.bench.diffusion import report as diffusion_report
@@ -37,6 +38,7 @@ _KINDS: dict[str, tuple[Any, Callable[[Any], str], Callable[[Any], Measured] | N
     "own": (OwnResult, own_report, None),
     "bagel": (plain.PlainResult, plain.markdown, None),
     "mimo-audio": (plain.PlainResult, plain.markdown, None),
+    "first-sound": (first_sound.SoundResult, first_sound.markdown, None),
     "hop": (HopResult, hop_table, None),
 }
 """Benchmark → type of its result, its full report, its comparisons."""
@@ -45,6 +47,7 @@ _TABLES = {
     "own": "A video model of one's own",
     "bagel": "BAGEL",
     "mimo-audio": "MiMo-Audio",
+    "first-sound": "First sound of three models in one graph",
     "hop": "Bytes between workers",
 }
 """Title of the section of each benchmark whose full report is short enough for the page."""

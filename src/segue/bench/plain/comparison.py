@@ -40,7 +40,7 @@ class PlainBench(ModelBench):
 
     size: str = option("small", "of the preset, which is made if absent (default: small)")
     concurrency: Sequence[int] = option([1, 8], "clients (default: 1,8)", type=counts)
-    tokens: int = option(48, "that a request generates (default: 48)", type=count)
+    tokens: int = option(96, "that a request generates (default: 96)", type=count)
     requests: int = option(12, "per side and round, at least as many as clients (default: 12)", type=count)
     rounds: int = option(3, type=count)
 
