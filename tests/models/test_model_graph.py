@@ -156,8 +156,7 @@ def test_a_model_at_two_places_is_there_once(directory: Path) -> None:
     models = made.read()
     assert list(models.members) == ["hear", "think", "speak"]
     assert models.givers == {"audio": "echo", "text": "sum"}
-    assert models.main == "echo"
-    assert models.graph.main == "speak.vocoder"
+    assert (models.main, models.graph.main) == ("sum", "think.llm"), "that of the text"
     assert models.graph.takes == graph(directory, CHAIN).read().graph.takes
     plan = load_plan(models.graph, {}, hardware=MACHINE)
     assert {name.partition(".")[0] for name in plan.stages} == {"hear", "think", "speak"}
@@ -198,9 +197,11 @@ def test_the_client_gets_one_of_each_modality(directory: Path) -> None:
     )
     with pytest.raises(ConfigError, match="audio could be that of 'speak', 'shout', and no edge leads from one to"):
         made.read()
+    made = graph(directory, [("think", "left"), ("think", "right"), ("think", "said")], {"think": "llm"})
     for name in ("left", "right"):
         made.model(name, directory / "llm", main=True)
-    with pytest.raises(ConfigError, match="marks 'left', 'right' as main; only one is"):
+    made.model("said", directory / "speech", main=True)
+    with pytest.raises(ConfigError, match="marks 'left', 'right' as main, which give text; mark one"):
         made.read()
 
 

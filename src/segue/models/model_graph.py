@@ -104,7 +104,7 @@ class ModelGraph:
         """Add a model.
 
         `checkpoint`: a directory, or OWNER/MODEL in the cache of Hugging Face's hub. `stage`: use only what makes the
-        output of this stage of it. `main`: the client gets the text of this model, if several could give it.
+        output of this stage of it. `main`: the client gets the outputs of this model, if several could give them.
         """
         self._models.append(_Model(name, checkpoint, stage, main))
 
@@ -141,7 +141,7 @@ class ModelGraph:
             raise ConfigError(f"{where}: no edge leads to the model {alone[0]!r} or from it; add one", field="model")
         links = [self._link(where, edge, at) for edge in self._edges]
         givers = self._givers(where, at)
-        main = next(iter(self._marked), None) or givers.get("text") or givers[min(givers)]
+        main = givers.get("text") or givers[min(givers)]
         places = {place: models[place] for place in order}
         members = {name: found[name] for name in dict.fromkeys(places.values())}
         graphs = {name: one.graph for name, one in members.items()}
@@ -178,8 +178,6 @@ class ModelGraph:
                     f"{nearest(reused.model, own)}",
                     field="model",
                 )
-        if len(self._marked) > 1:
-            raise ConfigError(f"{where} marks {_names(self._marked)} as main; only one is", field="main")
 
     def _checkpoint(self, where: str, model: _Model) -> Checkpoint:
         try:
@@ -222,9 +220,13 @@ class ModelGraph:
         givers = {}
         for modality in sorted(frozenset().union(*(one.graph.gives for one in members.values()))):
             giving = [name for name, one in members.items() if modality in one.graph.gives]
+            if len(marked := [name for name in giving if name in self._marked]) > 1:
+                raise ConfigError(
+                    f"{where} marks {_names(marked)} as main, which give {modality}; mark one", field="main"
+                )
             last = [name for name in giving if not (reachable(name, after) - {name}) & set(giving)]
             if len(last) > 1:
-                last = [name for name in last if name in self._marked] or last
+                last = [name for name in last if name in marked] or last
             if len(last) > 1:
                 raise ConfigError(
                     f"{where}: {modality} could be that of {_names(last)}, and no edge leads from one to the other; "

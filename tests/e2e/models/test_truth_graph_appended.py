@@ -24,15 +24,18 @@ CASE = next(case for case in json.loads((GOLDEN / "cases.json").read_text()) if 
 def test_what_is_written_is_said_word_by_word(tmp_path: Path) -> None:
     graph = ModelGraph("appended")
     graph.model("think", tiny(tmp_path / "qwen3", "qwen3"))
-    graph.model("speak", tiny(tmp_path / "qwen3-tts", "qwen3-tts"))
+    graph.model("speak", tiny(tmp_path / "qwen3-tts", "qwen3-tts"), main=True)
     graph.edge("think", "speak")
+    graph.reuse("repeat", "speak")  # both places say it at once, in the same workers
+    graph.edge("think", "repeat")
     prompt = {
         "messages": [{"role": "user", "content": "Say something."}],
-        "modalities": ["text", "audio"],
+        "modalities": ["text", "audio", "repeat.audio"],
         "voice": CASE["given"]["speaker"].title(),
         "sampling": {
             "think.llm": {"structured_outputs": {"choice": [CASE["given"]["text"]]}, "temperature": 0.0},
             "speak.talker": {"temperature": 0.0, "max_tokens": CASE["max_tokens"]},
+            "repeat.talker": {"temperature": 0.0, "max_tokens": 5},
         },
     }
     system = System(graph)
@@ -46,3 +49,7 @@ def test_what_is_written_is_said_word_by_word(tmp_path: Path) -> None:
     samples = output.audio.samples[::EVERY]
     assert samples.shape == expected.shape
     assert float(np.abs(samples - expected).max()) < 2e-4
+    repeated = output.models["repeat"].audio
+    assert repeated is not None
+    assert 0 < len(repeated.samples) < len(output.audio.samples), "it has a limit of its own"
+    assert len(output.token_ids["repeat.talker"]) == 5
