@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+from pathlib import Path
 
 import yaml
 from markdown_blocks import ROOT, names, of, rows
@@ -32,6 +34,31 @@ def test_the_arguments_are_all() -> None:
     for method in (ModelGraph.edge, ModelGraph.reuse):
         shown = text.partition(f"`graph.{method.__name__}(")[2].partition(")`")[0]
         assert all(name in shown for name in list(inspect.signature(method).parameters)[1:])
+
+
+def test_one_model_is_at_two_places(tmp_path: Path) -> None:
+    for name, config in {
+        "whisper": {"architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True,
+                    "num_mel_bins": 80, "max_source_positions": 1500},
+        "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+        "pocket-tts": {"architectures": ["CsmForConditionalGeneration"]},  # Pocket TTS needs a newer library to be read
+    }.items():  # fmt: skip
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "whisper" / "generation_config.json").write_text('{"no_timestamps_token_id": 3}')
+    assistant = ModelGraph("assistant")
+    assistant.model("hear", tmp_path / "whisper")
+    assistant.model("think", tmp_path / "qwen3")
+    assistant.edge("hear", "think")
+    [block] = [block for block in of("python") if block.page == PAGE and ".reuse(" in block.body]
+    exec(block.body, {"assistant": assistant, "CHECKPOINTS": tmp_path, "aloud": aloud})
+    models = assistant.read()
+    assert models.places == {"hear": "hear", "think": "think", "speak": "speak", "repeat": "speak"}
+    assert models.givers == {"text": "think", "audio": "speak"}
+
+
+def aloud(sentence: str) -> str:
+    return sentence
 
 
 def test_the_deployment_loads() -> None:
