@@ -37,7 +37,7 @@ def test_ids_of_a_stage_that_is_heard_of_last_are_not_lost(order: tuple[str, ...
         assert request.given() == {"thinker", "vocoder"}.issubset(order[:count])
         request.took(Emission("r", stage, 1, units=[count]))
         ends = [OutputEnd(0, "stop")] if stage == "thinker" else []
-        request.ended(StageDone(stage, "r", stage, 1, ends, 0.0, 0.0, 0.0, 0.0))
+        request.ended(StageDone(stage, "r", stage, 1, ends, 0.0, 0.0, 0.0))
     assert request.complete()
     finished = request.finished()
     assert finished.token_ids == {stage: [count] for count, stage in enumerate(order)}

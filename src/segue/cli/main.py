@@ -1,4 +1,4 @@
-"""The commands `segue serve | generate | graph | verify | tiny | bench`."""
+"""The commands `segue serve | join | generate | graph | verify | tiny | bench`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from segue.cli import generate as generate_command
+from segue.cli.join import add_join, add_token, listen_of
 from segue.cli.model import add_model, model_settings
 from segue.cli.parser import Parser, count
 from segue.messages.errors import ConfigError, SegueError, nearest
+from segue.messages.join import PORT
 from segue.models.shared.dialects.dialect import CALL_FORMATS
 from segue.verify.arguments import add_arguments as add_verify
 
@@ -88,6 +90,7 @@ def parser() -> Parser:
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     _add_serve(commands)
+    add_join(commands)
 
     generate = commands.add_parser("generate", help="run one request and write its output")
     add_model(generate)
@@ -121,6 +124,13 @@ def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
         "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all addresses; default: %(default)s"
     )
     serve.add_argument("--port", type=int, default=8000, help="0: any free port; default: %(default)s")
+    serve.add_argument(
+        "--listen",
+        metavar="ADDRESS[:PORT]",
+        help="wait for other machines (`segue join`) on this address of this machine, where they also exchange "
+        f"payloads; default port: {PORT}",
+    )
+    add_token(serve)
     serve.add_argument(
         "--api-key",
         type=_key,
@@ -363,6 +373,7 @@ async def _serve_until_told(arguments: argparse.Namespace, settings: ServerSetti
         **model_settings(arguments),
         lora=adapters if adapters or settings.allow_runtime_lora else None,
         on_progress=bars.show,
+        listen=listen_of(arguments),
     )
     fair = any(stage.scheduling == "fair" for stage in omni.plan.stages.values())
     if not fair and any(tenant.share != 1 for tenant in settings.tenants):

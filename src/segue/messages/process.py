@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from segue.messages.addresses import Network
+
 
 class ModelSource(msgspec.Struct):
     """Where a worker loads its stages from."""
@@ -47,6 +49,8 @@ class WorkerSpec(msgspec.Struct, kw_only=True):
     shared: list[str] = []
     """Stages whose weights it shares with other workers."""
     skip_tokenizer_init: bool = False
+    network: Network | None = None
+    """None: all workers are on one host."""
 
 
 class Spawn(msgspec.Struct, tag=True):

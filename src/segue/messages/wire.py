@@ -184,6 +184,8 @@ class StageFacts(msgspec.Struct):
 class Ready(msgspec.Struct, tag=True):
     worker: str
     stages: dict[str, StageFacts]
+    address: str
+    """Of its inbox (`segue.messages.addresses`)."""
 
 
 class StartFailed(msgspec.Struct, tag=True):
@@ -259,13 +261,12 @@ class StageDone(msgspec.Struct, tag=True):
     ends: list[OutputEnd]
     """One per output of the request, by index."""
     began: float
-    """When the stage received the request; all four times: time.monotonic(), one clock for the whole machine."""
+    """When the stage received the request; all three times: seconds before this message, since hosts have other
+    clocks."""
     started: float
     """When its first input arrived."""
     first: float
     """When it made its first output."""
-    ended: float
-    """When it made its last output."""
     facts: dict[str, int | float | str | bool] = {}
     """Numbers, texts and truth values at the top of its last payload, if `Begin` asks for them."""
 
@@ -312,7 +313,7 @@ class Chunk(msgspec.Struct, tag=True):
     """The connector's metadata; None: no payload (a final chunk may have none)."""
     nbytes: int
     sent: float
-    """time.monotonic()"""
+    """time.monotonic() of the sender's host; on another host, the receiver puts the time of the arrival here."""
 
 
 class Consumed(msgspec.Struct, tag=True):

@@ -24,6 +24,7 @@ from segue.media.sources import MediaPolicy
 from segue.messages.deltas import Delta, ProgressDelta, TokensDelta
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, diffusion_from
 from segue.messages.errors import ConfigError, InvalidRequest, StageFailed, nearest, shown, wrong
+from segue.messages.join import Listen
 from segue.messages.request import BESIDE, MediaPart, Message, Piece, Request
 from segue.messages.sampling import SamplingParams, sampling_from
 from segue.models.model_graph import ModelGraph, read_models
@@ -74,6 +75,7 @@ class AsyncOmni:
         scheduling: str | None = None,
         lora: Mapping[str, str | Path] | None = None,
         on_progress: OnProgress | None = None,
+        listen: Listen | None = None,
     ) -> None:
         """`model`: a directory, or OWNER/MODEL in the cache of Hugging Face's hub; or a graph of models, or a file
         `*.py` that has one. `config`: a deployment file, or its content. `name`: clients' name of the model (default:
@@ -81,7 +83,7 @@ class AsyncOmni:
         `dtype`, `speculation`, `tensor_parallel`, `quantization`, `kv_dtype` and `scheduling` are keys of a stage that
         override the deployment's `defaults`. `skip_tokenizer_init`: load no tokenizer; prompts and replies are then
         token ids. `lora`: name → directory of adapters in addition to the deployment's; an
-        empty mapping allows adapters to be loaded later.
+        empty mapping allows adapters to be loaded later. `listen`: where other hosts join (`segue join`).
 
         Raises `ConfigError` for a model or deployment that cannot be served.
         """
@@ -108,6 +110,7 @@ class AsyncOmni:
             preload=preload_of(models),
             load_format=load_format,
             on_progress=on_progress,
+            listen=listen,
         )
         self._served: Served = served(models, name or models.called, self.plan, self.orchestrator)
         self.card = self._served.card

@@ -30,6 +30,7 @@ from segue.messages.errors import (
     StageLost,
     error_from,
 )
+from segue.messages.join import Listen
 from segue.messages.process import ModelSource
 from segue.messages.request import Piece, Request
 from segue.messages.sampling import SamplingParams, merged
@@ -73,8 +74,10 @@ class Orchestrator:
         preload: list[str],
         load_format: str = "auto",
         on_progress: OnProgress | None = None,
+        listen: Listen | None = None,
     ) -> None:
-        """`sources`: the model of a graph of models (a single model's is called by an empty name) → its checkpoint."""
+        """`sources`: the model of a graph of models (a single model's is called by an empty name) → its checkpoint.
+        `listen`: where other hosts join."""
         self.plan = plan
         self.graph = plan.graph
         self.supervisor = Supervisor(
@@ -84,6 +87,7 @@ class Orchestrator:
             preload=preload,
             load_format=load_format,
             on_progress=on_progress,
+            listen=listen,
         )
         self.replicas = self.supervisor.replicas
         self.requests: dict[str, RequestState] = {}

@@ -231,13 +231,13 @@ class RequestState:
         if done.stage == self.held:
             self.course.finish()  # it may have ended by itself
         self.course.end(self.visits_of(done.stage)[-1], self._outcome(done), self.request)
-        start = self.admitted
+        now = time.monotonic() - self.admitted
         for what, begin, end in (
             ("queue", done.began, done.started),
             ("first", done.started, done.first),
-            ("run", done.first, done.ended),
+            ("run", done.first, 0.0),
         ):
-            self.metrics.spans.append((stage_of(done.stage), what, begin - start, end - start))
+            self.metrics.spans.append((stage_of(done.stage), what, now - begin, now - end))
         if stage_of(done.stage) == self.main:
             self.ends = done.ends
 

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from segue.connectors.base import Connector
-from segue.connectors.create import create
+from segue.connectors.create import Network, create
 from segue.connectors.cuda import cuda_memory
 from segue.connectors.device import DeviceMemory
 from segue.connectors.segment import PAGE
@@ -206,6 +206,10 @@ def _connect(
     """Create one connector per name in the deployment, shared by all edges that name it."""
     made: dict[tuple[str, str], Connector] = {}
     inline = create("shm", f"{spec.connector}i", {"shm_threshold_bytes": sys.maxsize, "pool_bytes": PAGE})
+    network = None
+    if spec.network is not None:
+        as_bfloat16 = frozenset((edge.source, edge.target) for edge in edges if edge.wire == "bfloat16")
+        network = Network(spec.network.host, spec.network.key, as_bfloat16)
     channels: dict[tuple[str, str], Channel] = {}
     inbound: dict[tuple[str, str], Connector] = {}
     for edge in edges:
@@ -214,7 +218,7 @@ def _connect(
             # fused stages copy nothing: a bound on bytes would save no memory, but could block a request that waits
             # for the rest of its own input
             extra = {"max_bytes": sys.maxsize} if edge.kind == "inproc" else dict(edge.extra)
-            made[key] = create(edge.kind, f"{spec.connector}{len(made)}", extra, device)
+            made[key] = create(edge.kind, f"{spec.connector}{len(made)}", extra, device, network)
         if edge.source in mine:
             fused = edge.kind == "inproc"
             channels[edge.source, edge.target] = Channel(

@@ -34,7 +34,7 @@ def run(spec: WorkerSpec, weights: Mapping[str, int]) -> None:
         configure_logging(level, as_json=as_json, worker=spec.worker)
     ranks = fork_ranks(spec)
     home = fork_home(spec)
-    peers = Peers(spec.inbox)
+    peers = Peers(spec.inbox, spec.network)
     try:
         try:
             host = Host(peers.wake, home)

@@ -6,16 +6,24 @@ from collections.abc import Iterator
 
 import zmq
 
+from segue.messages.addresses import Network, endpoint, joined, node_of, port_of, protect
+
 
 class Peers:
     """Sends and receives messages. Sends never block (edge budgets bound them); a dead peer costs only its socket."""
 
-    def __init__(self, inbox: str) -> None:
+    def __init__(self, inbox: str, network: Network | None = None) -> None:
+        """`inbox`: the endpoint on this host. `network`: set if others are on other hosts."""
         self._context = zmq.Context()
+        self._network = network
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.set_hwm(0)
+        self._local = self.address = inbox
+        if network is not None:
+            protect(self._inbox, network.public, network.secret, listens=True)
+            self._inbox.bind(f"tcp://{network.host}:*")
+            self.address = joined(network, inbox, f"tcp://{network.host}:{port_of(self._inbox)}")
         self._inbox.bind(inbox)
-        self._address = inbox
         self._out: dict[str, zmq.Socket[bytes]] = {}
         self._dead: set[str] = set()
         """Addresses of dead incarnations, which are never reused; a socket to one would try to connect forever."""
@@ -25,11 +33,14 @@ class Peers:
             return
         socket = self._out.get(address)
         if socket is None:
-            socket = self._context.socket(zmq.PUSH)
-            socket.set_hwm(0)
-            socket.connect(address)
+            socket = self._push(endpoint(address, self.node))
             self._out[address] = socket
         socket.send(data)
+
+    @property
+    def node(self) -> str:
+        """The node that this worker is on."""
+        return node_of(self.address)
 
     def forget(self, address: str) -> None:
         """Drop the messages queued for a dead peer."""
@@ -52,13 +63,20 @@ class Peers:
     def wake(self) -> None:
         """End a waiting `receive`. Any thread may call it: sockets belong to one thread, so it uses its own."""
         try:
-            with self._context.socket(zmq.PUSH) as socket:
+            with self._push(self._local) as socket:
                 socket.linger = 1000
-                socket.connect(self._address)
                 socket.send(b"")
         except zmq.ZMQError as error:
             if error.errno not in (zmq.ETERM, zmq.ENOTSUP):  # closed meanwhile: no `receive` waits any more
                 raise
+
+    def _push(self, where: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.PUSH)
+        socket.set_hwm(0)
+        if self._network is not None:
+            protect(socket, self._network.public, self._network.secret, listens=False)
+        socket.connect(where)
+        return socket
 
     def close(self, patience: float = 1.0) -> None:
         """Flush sent messages, waiting at most `patience` seconds for peers that may be gone."""

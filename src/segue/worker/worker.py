@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from segue.connectors.base import Arrived, Coming, Connector, Gone
 from segue.engines.contract import Holds, StageOutput
 from segue.graph.parts import CLIENT, OUTPUT, is_input, own_name, stage_of
+from segue.messages.addresses import node_of
 from segue.messages.errors import Cancelled, InvalidRequest, SegueError
 from segue.messages.process import WorkerSpec
 from segue.messages.wire import (
@@ -62,7 +63,7 @@ class Worker:
 
     def __init__(self, spec: WorkerSpec, built: Built, peers: Peers) -> None:
         self.name = spec.worker
-        self.address = spec.inbox
+        self.address = peers.address
         self.orchestrator = spec.orchestrator
         self.stages: dict[str, StageRunner] = built.stages
         self.connectors: dict[tuple[str, str], Connector] = built.inbound
@@ -82,7 +83,7 @@ class Worker:
         self.running = True
 
     def loop(self) -> None:
-        self.tell(Ready(self.name, self.facts))
+        self.tell(Ready(self.name, self.facts, self.address))
         while self.running:
             busy = bool(self.local) or any(stage.engine.has_work() for stage in self.stages.values())
             if not busy and self.meter.changed():
@@ -174,6 +175,7 @@ class Worker:
 
     def finish(self, stage: StageRunner, visit: Visit) -> None:
         self.leave(stage, visit)
+        now = time.monotonic()
         self.tell(
             StageDone(
                 self.name,
@@ -181,10 +183,9 @@ class Worker:
                 visit.begin.stage,
                 visit.begin.attempt,
                 sorted(visit.ends, key=lambda end: end.index),
-                visit.began,
-                visit.started or visit.began,
-                visit.first or visit.began,
-                time.monotonic(),
+                now - visit.began,
+                now - (visit.started or visit.began),
+                now - (visit.first or visit.began),
                 visit.facts,
             )
         )
@@ -382,6 +383,8 @@ class Worker:
     def on_chunk(self, chunk: Chunk) -> None:
         if chunk.request_id in self.dropped:
             return
+        if node_of(chunk.source.address) != self.peers.node:
+            chunk.sent = time.monotonic()  # by our clock
         stage = self.stages[stage_of(chunk.target)]
         visit = stage.visit(chunk.request_id, chunk.target)
         source = visit.upstreams.get(chunk.source.stage) if visit is not None else None

@@ -9,6 +9,7 @@ text such as `64MiB` and `1GB`.
       thinker:
         devices: [cuda:0]                 # auto, cpu, cuda:N, or a list; replicas take its entries round-robin
         replicas: 1                       # by default one per device
+        node: server                      # the host it runs on, or a list for its replicas in turn (`segue join`)
         routing: [load, prefix]           # how requests choose a replica: load, prefix, session, most important first
         memory_share: 0.5                 # fraction of its device, per replica: weights, cache and activations together
         dtype: bfloat16                   # auto (float32 on a CPU, else bfloat16), float32, bfloat16, float16
@@ -40,6 +41,7 @@ text such as `64MiB` and `1GB`.
     skip_tokenizer_init: false            # true: load no tokenizer; prompts and replies are token ids
     edges:
       - {from: thinker, to: talker, connector: shm, budget: 64MiB}     # budget: bytes sent and not yet consumed
+      - {from: talker, to: vocoder, wire: exact}    # or bfloat16: float32 between hosts takes half the bytes
     runtime:
       connectors:
         shm: {name: SharedMemoryConnector, extra: {shm_threshold_bytes: 65536, pool_bytes: 64MiB, max_bytes: 512MiB}}
@@ -54,8 +56,8 @@ native, cudnn, flash, flash_3, sage, xformers), `gguf: model.gguf` (weights from
 and `tensor_parallel: 2` (weights).
 
 `limits` has the keys of `Limits`; `defaults` do not apply to `input`, which runs on the CPU. The in-process connector
-joins stages that are fused into one worker; every other edge gets shared memory automatically: the connector called
-`shm`, or the only SharedMemoryConnector that the file defines.
+joins stages that are fused into one worker; an edge between hosts gets TCP automatically, every other one shared
+memory: the connector called `tcp` or `shm`, or the only TcpConnector or SharedMemoryConnector that the file defines.
 
 The format of vllm-omni's connector documentation is accepted too: `connectors` at the top level or under `runtime`, and
 a list of stages, called `stages` or `stage_args`:
@@ -76,11 +78,14 @@ from typing import Literal
 
 from segue.graph.deployment.stage_plan import StagePlan
 from segue.graph.stage_graph import StageGraph
+from segue.messages.addresses import SERVER
 from segue.messages.limits import RequestLimits
 
 MiB = 1 << 20
 
-ConnectorKind = Literal["inproc", "shm"]
+ConnectorKind = Literal["inproc", "shm", "tcp"]
+REACH: Mapping[ConnectorKind, str] = {"inproc": "process", "shm": "host", "tcp": "network"}
+"""Kind of connector → how far apart the ends of its edges may be (`segue.connectors.base.Reach`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,7 @@ class EdgePlan:
     connector: str
     """The connector's name in the deployment."""
     kind: ConnectorKind
-    """`inproc` if both ends share a worker, else `shm`."""
+    """`inproc` if both ends share a worker, `shm` if they are on one host, else `tcp`."""
     extra: dict[str, int] = field(default_factory=dict)
     """The connector's settings from the deployment, in bytes: `shm_threshold_bytes` (smaller payloads travel in the
     message), `pool_bytes` (initial memory), `max_bytes` (memory it may grow to), `cuda_pool_bytes` (memory on its
@@ -115,6 +120,8 @@ class EdgePlan:
     """Bytes that may be sent and not yet consumed."""
     start: int = 1
     """Chunks of a request that must be there before any is sent."""
+    wire: str = "exact"
+    """How float32 tensors travel: `exact`, or `bfloat16` between hosts (off by at most 2⁻⁸ of each value)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +206,11 @@ class Plan:
     def group_of(self, stage: str) -> tuple[str, ...]:
         """Return the stages that share a worker with `stage`, including `stage`."""
         return next(group for group in self.groups if stage in group)
+
+    def nodes(self) -> tuple[str, ...]:
+        """Return the names of all hosts that have a stage, except the server's."""
+        names = {node: None for stage in self.stages.values() for node in stage.nodes}
+        return tuple(name for name in names if name != SERVER)
 
     def edge(self, source: str, target: str) -> EdgePlan:
         return next(edge for edge in self.edges if (edge.source, edge.target) == (source, target))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from segue.graph.deployment.options import LoraPlan
+from segue.messages.addresses import SERVER
 from segue.messages.sampling import SamplingParams
 
 CPU = "cpu"
@@ -36,6 +37,8 @@ class StagePlan:
     routing: tuple[str, ...] = ("load",)
     """The choice of a replica for a request goes by the first of these `ROUTINGS`, the next breaks its ties; equal for
     fused stages."""
+    nodes: tuple[str, ...] = (SERVER,)
+    """The hosts that its replicas run on, in turn; equal for fused stages."""
     load_format: str = "auto"
     """`auto` or `dummy`."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -55,6 +58,10 @@ class StagePlan:
     def asked_of_family(self) -> tuple[str, ...]:
         """Keys that the plan sets and that the family must support (`Family.stage_keys`)."""
         return ()
+
+    def node_of(self, replica: int) -> str:
+        """Return the node of replica number `replica` (from 0)."""
+        return self.nodes[replica % len(self.nodes)]
 
     def device_of(self, replica: int, rank: int = 0) -> str:
         """Return the device of rank `rank` of replica number `replica` (both from 0)."""

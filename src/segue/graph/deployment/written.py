@@ -3,6 +3,7 @@ it asks for about the placement of a stage or a group of stages (`Wish`)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -13,6 +14,7 @@ from segue.graph.deployment.stage_plan import CPU, ROUTINGS
 from segue.graph.kinds.registry import kind_keys, kind_of, kinds, rank_keys
 from segue.graph.parts import is_built_in, member_of, own_name
 from segue.graph.stage_graph import StageGraph
+from segue.messages.addresses import SERVER
 from segue.messages.errors import ConfigError, nearest
 
 TOP_KEYS = (
@@ -32,6 +34,7 @@ _OF_EVERY_STAGE = (
     "devices",
     "replicas",
     "routing",
+    "node",
     "memory_share",
     "dtype",
     "threads",
@@ -40,6 +43,8 @@ _OF_EVERY_STAGE = (
     "fuse_with",
     "options",
 )
+WIRES = ("exact", "bfloat16")
+"""How float32 tensors travel between hosts."""
 _WIRING = ("input_connectors", "output_connectors")
 _FOREIGN = {
     "device": "devices",
@@ -74,6 +79,7 @@ class Wire:
     connector: str | None
     budget: int | None
     start: int | None
+    wire: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +222,7 @@ def _check_engine(graph: StageGraph, name: str, section: Section) -> None:
 
 def _edges(graph: StageGraph, top: Section) -> Iterator[Wire]:
     for path, entry in top.entries("edges"):
-        section = Section(path, entry, ("from", "to", "connector", "budget", "start"))
+        section = Section(path, entry, ("from", "to", "connector", "budget", "start", "wire"))
         ends = []
         for key in ("from", "to"):
             _, value = section.find(key)
@@ -226,7 +232,9 @@ def _edges(graph: StageGraph, top: Section) -> Iterator[Wire]:
         _check_edge(graph, path, ends[0], ends[1])
         connector = _connector_name(*section.find("connector"))
         where = section.at("connector") if connector else path
-        yield Wire(where, ends[0], ends[1], connector, section.size("budget", None), section.integer("start", None))
+        wire = None if section.values.get("wire") is None else section.choice("wire", "", WIRES)
+        budget, start = section.size("budget", None), section.integer("start", None)
+        yield Wire(where, ends[0], ends[1], connector, budget, start, wire)
 
 
 def _wiring(graph: StageGraph, stage: str, section: Section) -> Iterator[Wire]:
@@ -283,12 +291,14 @@ class Wish:
     threads: int | None
     ranks: int | None
     routing: tuple[str, ...] | None = None
+    nodes: tuple[str, ...] | None = None
 
     def shown(self) -> dict[str, str]:
         """Return the set fields as text."""
         said = {"devices": ", ".join(self.devices or ()), "replicas": self.replicas, "threads": self.threads}
         said["processes per replica"] = self.ranks
         said["routing"] = ", ".join(self.routing or ())
+        said["node"] = ", ".join(self.nodes or ())
         return {key: str(value) for key, value in said.items() if value}
 
     def clash(self, other: Wish) -> str | None:
@@ -303,6 +313,7 @@ class Wish:
             self.threads or other.threads,
             self.ranks or other.ranks,
             self.routing or other.routing,
+            self.nodes or other.nodes,
         )
 
 
@@ -324,7 +335,7 @@ def wish_of(graph: StageGraph, name: str, section: Section, hardware: Hardware) 
     ranks = kind_of(stage.engine).ranks(graph.name, stage, section)
     threads = section.integer("threads", None, most=MOST_THREADS)
     routing = section.choices("routing", None, ROUTINGS)
-    return Wish(devices, section.integer("replicas", None), threads, ranks, routing)
+    return Wish(devices, section.integer("replicas", None), threads, ranks, routing, _nodes(section))
 
 
 def said_of_ranks(group: tuple[str, ...], sections: Mapping[str, Section]) -> tuple[str, str]:
@@ -337,6 +348,19 @@ def said_of_ranks(group: tuple[str, ...], sections: Mapping[str, Section]) -> tu
 def path_of(key: str, group: tuple[str, ...], sections: Mapping[str, Section]) -> str:
     """Return the path of a group's key."""
     return next(path for name in group for path, value in [sections[name].find(key)] if value is not None)
+
+
+def _nodes(section: Section) -> tuple[str, ...] | None:
+    path, value = section.find("node")
+    if value is None:
+        return None
+    names = value if isinstance(value, list) else [value]
+    right = f"the name of a node, of letters, digits, - and _ ({SERVER!r}: the server's own host), or a list of them"
+    if not names or not all(isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,63}", name) for name in names):
+        raise wrong(path, value, right)
+    if len(set(names)) < len(names):
+        raise wrong(path, value, f"{right}, each once")
+    return tuple(names)
 
 
 def _devices(section: Section, hardware: Hardware) -> tuple[str, ...] | None:

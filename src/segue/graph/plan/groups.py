@@ -9,6 +9,7 @@ from segue.graph.deployment.section import Section, wrong
 from segue.graph.deployment.written import Wish, joined_wish, said_of_ranks
 from segue.graph.parts import member_of
 from segue.graph.stage_graph import StageGraph
+from segue.messages.addresses import SERVER
 from segue.messages.errors import ConfigError, nearest
 
 
@@ -24,6 +25,7 @@ class Place:
     ranks: int = 1
     """Processes of each replica; `memory_bytes` is for one of them."""
     routing: tuple[str, ...] = ("load",)
+    nodes: tuple[str, ...] = (SERVER,)
 
 
 def groups_of(

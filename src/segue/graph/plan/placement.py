@@ -14,6 +14,7 @@ from segue.graph.plan.groups import Place, check_alone, groups_of
 from segue.graph.plan.memory_shares import share_memory
 from segue.graph.plan.wiring import Connectors
 from segue.graph.stage_graph import Stage, StageGraph
+from segue.messages.addresses import SERVER
 from segue.messages.errors import ConfigError
 
 _MOST_INPUTS = 4
@@ -34,7 +35,7 @@ def place(
 ) -> tuple[tuple[tuple[str, ...], ...], dict[str, Place]]:
     """Return (groups of stages that share a worker, place of every stage)."""
     wishes = {name: wish_of(graph, name, sections[name], hardware) for name in graph.topological()}
-    apart = {(wire.source, wire.target) for wire in wires if connectors.kind_of(wire) == "shm"}
+    apart = {(wire.source, wire.target) for wire in wires if connectors.kind_of(wire) in ("shm", "tcp")}
     groups = groups_of(graph, sections, wishes, apart)
     joined = {group: joined_wish(group, wishes) for group in groups}
     weights = {name: _weight(graph.stages[name], graph.main) for name in wishes}
@@ -56,6 +57,7 @@ def place(
             0,
             joined[group].ranks or 1,
             joined[group].routing or (("load",) if only_reads(group) else _ROUTING),
+            joined[group].nodes or (SERVER,),
         )
         for group in groups
         for name in group
@@ -112,11 +114,12 @@ def _spread(
 def _replicas(
     group: tuple[str, ...], wish: Wish, devices: tuple[str, ...], sections: Mapping[str, Section], default: int
 ) -> int:
-    least = max(1, len(devices) // (wish.ranks or 1))
+    least = max(1, len(devices) // (wish.ranks or 1), len(wish.nodes or ()))
     if wish.replicas is not None and wish.replicas < least:
         path = path_of("replicas", group, sections)
         of_each = f", {wish.ranks} for each" if wish.ranks else ""
-        right = f"at least {least}, the number of its devices ({', '.join(devices)}{of_each})"
+        nodes = f" and of its nodes ({', '.join(wish.nodes)})" if wish.nodes else ""
+        right = f"at least {least}, the number of its devices ({', '.join(devices)}{of_each}){nodes}"
         raise wrong(path, wish.replicas, right)
     return wish.replicas or max(least, default)
 

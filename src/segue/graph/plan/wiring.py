@@ -14,7 +14,11 @@ from segue.graph.parts import is_input
 from segue.graph.stage_graph import Edge, StageGraph
 from segue.messages.errors import ConfigError, nearest
 
-KINDS: dict[str, ConnectorKind] = {"SharedMemoryConnector": "shm", "InProcessConnector": "inproc"}
+KINDS: dict[str, ConnectorKind] = {
+    "SharedMemoryConnector": "shm",
+    "InProcessConnector": "inproc",
+    "TcpConnector": "tcp",
+}
 """Name in a deployment → kind of connector."""
 
 _ELSEWHERE = frozenset(
@@ -33,7 +37,11 @@ _ELSEWHERE = frozenset(
 
 _BUDGET = 64 * MiB
 _PAGE = 4096
-_SHM_SIZES = ("shm_threshold_bytes", "pool_bytes", "max_bytes", "cuda_pool_bytes")
+_SIZES: Mapping[ConnectorKind, tuple[str, ...]] = {
+    "shm": ("shm_threshold_bytes", "pool_bytes", "max_bytes", "cuda_pool_bytes"),
+    "inproc": ("max_bytes",),
+    "tcp": ("inline_threshold_bytes", "max_bytes"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +54,7 @@ class Definition:
 
 @dataclass(frozen=True, slots=True)
 class Connectors:
-    """The connectors of a deployment, including the two built-in ones."""
+    """The connectors of a deployment, including the built-in ones."""
 
     known: Mapping[str, Definition]
     automatic: Mapping[ConnectorKind, str]
@@ -65,36 +73,50 @@ class Connectors:
 def define(sections: Mapping[str, Section]) -> Connectors:
     """Read the connectors of a file."""
     written = {name: _definition(section) for name, section in sections.items()}
-    shared = [name for name, definition in written.items() if definition.kind == "shm"]
-    # the only SharedMemoryConnector of a file is meant for all edges, under any name
-    alone = shared[0] if len(shared) == 1 and "shm" not in written else "shm"
-    return Connectors(
-        known={"shm": Definition("shm", {}), "inproc": Definition("inproc", {}), **written},
-        automatic={"shm": alone, "inproc": "inproc"},
-    )
+    automatic: dict[ConnectorKind, str] = {"inproc": "inproc"}
+    kinds: tuple[ConnectorKind, ...] = ("shm", "tcp")
+    for kind in kinds:
+        named = [name for name, definition in written.items() if definition.kind == kind]
+        # the only connector of its kind in a file is meant for all edges, under any name
+        automatic[kind] = named[0] if len(named) == 1 and kind not in written else kind
+    built_in: dict[str, Definition] = {kind: Definition(kind, {}) for kind in automatic}
+    return Connectors(known={**built_in, **written}, automatic=automatic)
 
 
 def plan_edges(
-    graph: StageGraph, connectors: Connectors, wires: Sequence[Wire], groups: Sequence[Sequence[str]]
+    graph: StageGraph,
+    connectors: Connectors,
+    wires: Sequence[Wire],
+    groups: Sequence[Sequence[str]],
+    nodes: Mapping[str, Sequence[str]],
 ) -> tuple[EdgePlan, ...]:
-    """Give every edge a connector: the file's, else the default of its kind."""
+    """Give every edge a connector that reaches from end to end: the file's, else the default of its kind. `nodes`: the
+    hosts of every stage."""
     chosen = _merge(wires)
     plans = []
     for edge in graph.edges:
         fused = any(edge.source in group and edge.target in group for group in groups)
-        kind: ConnectorKind = "inproc" if fused else "shm"
+        hosts = {*nodes[edge.source], *nodes[edge.target]}
+        kind: ConnectorKind = "inproc" if fused else "shm" if len(hosts) == 1 else "tcp"
         wire = chosen.get((edge.source, edge.target))
         path, name, budget = f"edge {edge.source} -> {edge.target}", connectors.automatic[kind], _BUDGET
-        start = 1
+        start, form = 1, "exact"
         if wire is not None:
+            form = wire.wire or form
             path, name, budget = wire.path, wire.connector or name, wire.budget or budget
             start = wire.start or start
             if start > 1:
                 _check_start(graph, edge, path)
         definition = connectors.of(path, name)
-        if definition.kind != kind:
-            _refuse(edge.source, edge.target, path, name, fused)
-        plans.append(EdgePlan(edge.source, edge.target, name, kind, definition.extra, budget, start))
+        if definition.kind != kind and not (kind == "shm" and definition.kind == "tcp"):
+            _refuse(edge.source, edge.target, path, name, kind, hosts)
+        if form != "exact" and definition.kind != "tcp":
+            raise ConfigError(
+                f"{path}: wire is {form!r}, but the edge {edge.source} -> {edge.target} stays on one host and loses "
+                "nothing; leave it out",
+                field=path,
+            )
+        plans.append(EdgePlan(edge.source, edge.target, name, definition.kind, definition.extra, budget, start, form))
     return tuple(plans)
 
 
@@ -111,14 +133,10 @@ def _definition(section: Section) -> Definition:
     if name not in KINDS:
         raise ConfigError(f"{path} is {name!r}, which is no connector{nearest(name, KINDS)}", field=path)
     extra_path, values = section.find("extra")
-    keys = _SHM_SIZES if KINDS[name] == "shm" else ("max_bytes",)
+    keys = _SIZES[KINDS[name]]
     extra = Section(extra_path, as_mapping(extra_path, values), keys)
-    sizes = {
-        "shm_threshold_bytes": extra.size("shm_threshold_bytes", None, least=0),
-        "pool_bytes": extra.size("pool_bytes", None, least=_PAGE),
-        "max_bytes": extra.size("max_bytes", None, least=_PAGE),
-        "cuda_pool_bytes": extra.size("cuda_pool_bytes", None, least=0),
-    }
+    least = {"pool_bytes": _PAGE, "max_bytes": _PAGE}
+    sizes = {key: extra.size(key, None, least=least.get(key, 0)) for key in keys}
     written = {key: size for key, size in sizes.items() if size is not None}
     if written.get("max_bytes", math.inf) < written.get("pool_bytes", 0):
         raise wrong(extra.at("max_bytes"), written["max_bytes"], f"at least pool_bytes ({written['pool_bytes']})")
@@ -143,7 +161,14 @@ def _merge(wires: Sequence[Wire]) -> dict[tuple[str, str], Wire]:
                 field=wire.path,
             )
         named = other if other.connector else wire
-        merged[ends] = Wire(named.path, *ends, named.connector, other.budget or wire.budget, other.start or wire.start)
+        merged[ends] = Wire(
+            named.path,
+            *ends,
+            named.connector,
+            other.budget or wire.budget,
+            other.start or wire.start,
+            other.wire or wire.wire,
+        )
     return merged
 
 
@@ -163,9 +188,10 @@ def _check_start(graph: StageGraph, edge: Edge, path: str) -> None:
             )
 
 
-def _refuse(source: str, target: str, path: str, name: str, fused: bool) -> NoReturn:
-    if fused:
-        why = f"{source!r} and {target!r} share a worker, so only an InProcessConnector serves the edge"
-    else:
-        why = f"{source!r} and {target!r} are different processes; use a SharedMemoryConnector, or fuse them"
+def _refuse(source: str, target: str, path: str, name: str, kind: ConnectorKind, hosts: set[str]) -> NoReturn:
+    why = {
+        "inproc": f"{source!r} and {target!r} share a worker, so only an InProcessConnector serves the edge",
+        "shm": f"{source!r} and {target!r} are different processes; use a SharedMemoryConnector, or fuse them",
+        "tcp": f"{source!r} and {target!r} are on different hosts ({', '.join(sorted(hosts))}); use a TcpConnector",
+    }[kind]
     raise ConfigError(f"{path} is {name!r}: {why}", field=path)

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import segue
+from segue.messages.addresses import Network
 from segue.messages.errors import ConfigError
 from segue.messages.process import (
     MESSAGE_BYTES,
@@ -32,21 +34,37 @@ from segue.messages.process import (
 from segue.observe.logging import configured
 
 
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Where the workers of one node live."""
+
+    runtime_dir: str
+    """A private directory for sockets and spilled payloads; deleted when the node's fork server ends."""
+    network: Network | None = None
+    """None: all workers are on one host."""
+
+
 class Placement(Protocol):
     """Starts workers and reports their exits."""
 
-    runtime_dir: str
-    """A private directory for sockets and spilled payloads; deleted by `close`, and after a crash."""
-    no_kernels: str
-    """Why workers have no compiled kernels for the CPU; empty if they have them. Known after `start`."""
+    @property
+    def runtime_dir(self) -> str:
+        """A private directory for sockets and spilled payloads; deleted by `close`, and after a crash."""
+
+    @property
+    def no_kernels(self) -> str:
+        """Why workers have no compiled kernels for the CPU; empty if they have them. Known after `start`."""
 
     async def start(self) -> None:
         """Prepare to spawn workers. Raises `ConfigError` with the workers' own import error."""
 
-    def spawn(self, spec: WorkerSpec) -> None:
+    def host(self, node: str) -> Host | None:
+        """Return where workers of a node live; None while it has not joined."""
+
+    def spawn(self, spec: WorkerSpec, node: str) -> None:
         """Start a worker; `on_spawned` and later `on_exit` are called for it."""
 
-    def kill(self, pid: int) -> None:
+    def kill(self, pid: int, node: str) -> None:
         """SIGKILL a worker."""
 
     async def close(self) -> None:
@@ -148,10 +166,14 @@ class LocalPlacement:
                 env={**WORKER_ENVIRONMENT, **os.environ, **self._hidden, "PYTHONPATH": os.pathsep.join(paths)},
             )
 
-    def spawn(self, spec: WorkerSpec) -> None:
+    def host(self, node: str) -> Host | None:
+        """Every stage runs here."""
+        return Host(self.runtime_dir)
+
+    def spawn(self, spec: WorkerSpec, node: str) -> None:
         self._send(Spawn(spec))
 
-    def kill(self, pid: int) -> None:
+    def kill(self, pid: int, node: str) -> None:
         self._send(Kill(pid))
 
     async def close(self) -> None:

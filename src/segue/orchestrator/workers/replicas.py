@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from segue.graph.deployment.stage_plan import StagePlan
+from segue.messages.addresses import SERVER
 from segue.messages.wire import StageFacts
 from segue.orchestrator.service import Health, ReplicaHealth, ReplicaState, StageHealth
 from segue.orchestrator.workers.affinity import PrefixMemory
@@ -16,6 +18,8 @@ class Replica:
 
     group: tuple[str, ...]
     index: int
+    node: str = SERVER
+    """The host that it runs on."""
     incarnation: int = 0
     state: ReplicaState = "starting"
     pid: int | None = None
@@ -62,8 +66,13 @@ class Replica:
 class Replicas:
     """All replicas of a plan."""
 
-    def __init__(self, groups: Iterable[tuple[str, ...]], counts: dict[str, int]) -> None:
-        self.all = [Replica(group, index) for group in groups for index in range(counts[group[0]])]
+    def __init__(self, groups: Iterable[tuple[str, ...]], plans: Mapping[str, StagePlan]) -> None:
+        self._plans = plans
+        self.all = [
+            Replica(group, index, plans[group[0]].node_of(index))
+            for group in groups
+            for index in range(plans[group[0]].replicas)
+        ]
         self._by_stage: dict[str, list[Replica]] = {}
         for replica in self.all:
             for stage in replica.group:
@@ -95,7 +104,8 @@ class Replicas:
     def add(self, group: tuple[str, ...]) -> Replica:
         """Add a worker to a group, to be started."""
         index = self.free_index(group)
-        replica = Replica(group, index, self._incarnations.get((group, index), 0))
+        node = self._plans[group[0]].node_of(index)
+        replica = Replica(group, index, node, self._incarnations.get((group, index), 0))
         self.all.append(replica)
         for stage in group:
             self._by_stage[stage].append(replica)

@@ -22,7 +22,9 @@ from segue.graph.deployment.deployment import Plan
 from segue.graph.deployment.stage_plan import CPU
 from segue.graph.kinds.registry import kind_of, shares_weights
 from segue.graph.parts import is_built_in, member_of
+from segue.messages.addresses import SERVER, Network, endpoint, joined, port_of, protect
 from segue.messages.errors import ConfigError, SegueError, ShuttingDown, StageLost
+from segue.messages.join import Listen, Welcome
 from segue.messages.process import ModelSource, WorkerSpec
 from segue.messages.wire import (
     AdapterLoaded,
@@ -40,6 +42,7 @@ from segue.messages.wire import (
 )
 from segue.orchestrator.workers.lora_adapters import Adapters
 from segue.orchestrator.workers.moves import Moves
+from segue.orchestrator.workers.nodes import NodePlacement
 from segue.orchestrator.workers.placement import LocalPlacement, Placement
 from segue.orchestrator.workers.replicas import Replica, Replicas
 
@@ -123,26 +126,22 @@ class Supervisor:
         preload: list[str],
         load_format: str,
         on_progress: OnProgress | None,
+        listen: Listen | None = None,
     ) -> None:
+        """`listen`: where hosts join. Raises `ConfigError` if the plan needs others and it is None."""
         self._plan = plan
         self._owner = owner
         self._sources = sources
         self._load_format = load_format
         self._on_progress = on_progress or (lambda worker, fraction, what: None)
-        self.replicas = Replicas(plan.groups, {name: stage.replicas for name, stage in plan.stages.items()})
+        self.replicas = Replicas(plan.groups, plan.stages)
         self.adapters = Adapters(plan, self.replicas, self.send)
         self.stats: dict[str, Stats] = {}
         """Worker incarnation → its latest stats."""
         self.moves = Moves(plan, self.replicas, self.stats, self)
         self.stopping = False
         """Set while stopping: a worker that dies now is not replaced."""
-        self._placement: Placement = LocalPlacement(
-            preload,
-            gpus=any(device != CPU for stage in plan.stages.values() for device in stage.devices),
-            on_spawned=self._on_spawned,
-            on_exit=self._on_exit,
-            on_lost=self._on_placement_lost,
-        )
+        self._placement = self._place(preload, listen)
         self._context: zmq.Context[Any] | None = None  # None until started
         self._out: dict[str, zmq.Socket[bytes]] = {}
         self._inbox: zmq.asyncio.Socket | None = None
@@ -150,6 +149,38 @@ class Supervisor:
         self._watch: asyncio.TimerHandle | None = None
         self._started: asyncio.Future[None] | None = None
         self._address = ""
+        self._network: Network | None = None
+
+    def _place(self, preload: list[str], listen: Listen | None) -> Placement:
+        gpus = any(device != CPU for stage in self._plan.stages.values() for device in stage.devices)
+        local = LocalPlacement(
+            preload,
+            gpus=gpus,
+            on_spawned=self._on_spawned,
+            on_exit=self._on_exit,
+            on_lost=self._on_placement_lost,
+        )
+        if listen is None:
+            network = [edge for edge in self._plan.edges if edge.kind == "tcp"]
+            if self._plan.nodes() or network:
+                what = (
+                    f"nodes ({', '.join(self._plan.nodes())})" if self._plan.nodes() else "an edge with a TcpConnector"
+                )
+                raise ConfigError(
+                    f"the deployment has {what}, but the server listens for no other host: start it with --listen",
+                    field="listen",
+                )
+            return local
+        return NodePlacement(
+            local,
+            listen,
+            self._plan.nodes(),
+            Welcome(0, preload, gpus),
+            on_spawned=self._on_spawned,
+            on_exit=self._on_exit,
+            on_node=self._on_node,
+            on_node_lost=self._on_node_lost,
+        )
 
     @property
     def runtime_dir(self) -> str:
@@ -178,7 +209,15 @@ class Supervisor:
         assert self._context is not None, "opened by `start`, and again when the fork server was lost"
         self._inbox = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
         self._inbox.set_hwm(0)
+        host = self._placement.host(SERVER)
+        assert host is not None, "this host is always there"
+        self._network = network = host.network
+        if network is not None:
+            protect(self._inbox, network.public, network.secret, listens=True)
         self._inbox.bind(self._address)
+        if network is not None:
+            self._inbox.bind(f"tcp://{network.host}:*")
+            self._address = joined(network, self._address, f"tcp://{network.host}:{port_of(self._inbox)}")
         self._spawn_task(self._read(self._inbox))
         for replica in self.replicas.all:
             self.spawn(replica)
@@ -211,7 +250,9 @@ class Supervisor:
             assert self._context is not None, "there are workers only after the start"
             socket = self._context.socket(zmq.PUSH)
             socket.set_hwm(0)
-            socket.connect(address)
+            if self._network is not None:
+                protect(socket, self._network.public, self._network.secret, listens=False)
+            socket.connect(endpoint(address, SERVER))
             self._out[address] = socket
         socket.send(encode(message))
 
@@ -240,12 +281,15 @@ class Supervisor:
     # ── starting ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def spawn(self, replica: Replica) -> None:
-        """Start the next incarnation of a worker."""
+        """Start the next incarnation of a worker; when its node joins, if that is not there."""
+        host = self._placement.host(replica.node)
+        if host is None:
+            replica.state, replica.pid, replica.what = "failed", None, f"waiting for node {replica.node!r}"
+            return
         replica.incarnation += 1
         replica.state = "starting" if replica.incarnation == 1 else "restarting"
         replica.pid, replica.loading, replica.what, replica.pinged = None, 0.0, "forking", None
-        directory = self._placement.runtime_dir
-        replica.address = f"ipc://{directory}/{replica.worker}"
+        replica.address = ""  # nobody writes to it before it is ready
         mine = set(replica.group)
         source = self._sources[member_of(replica.group[0])]
         # with a policy, others may come
@@ -262,13 +306,15 @@ class Supervisor:
                 edges=[msgspec.to_builtins(edge) for edge in edges],
                 replayable=[name for name, stage in self._plan.stages.items() if kind_of(stage.engine).replayable],
                 limits=msgspec.to_builtins(self._plan.limits),
-                inbox=replica.address,
+                inbox=f"ipc://{host.runtime_dir}/{replica.worker}",
                 orchestrator=self._address,
-                connector=f"{directory}/{replica.worker}.shm",
+                connector=f"{host.runtime_dir}/{replica.worker}.shm",
                 load_format=self._load_format,
                 shared=[name for name in replica.group if shares_weights(self._plan.stages[name], workers)],
                 skip_tokenizer_init=self._plan.skip_tokenizer_init,
-            )
+                network=host.network,
+            ),
+            replica.node,
         )
 
     def _on_spawned(self, worker: str, pid: int) -> None:
@@ -284,6 +330,7 @@ class Supervisor:
         replica = self.replicas.by_worker(message.worker)
         if replica is None or replica.state == "failed":
             return  # it has died meanwhile
+        replica.address = message.address
         replica.state, replica.loading, replica.failures = "ready", 1.0, 0
         self.replicas.facts.update(message.stages)
         self.adapters.ready(replica)
@@ -317,7 +364,7 @@ class Supervisor:
             log.error(
                 "worker %s (pid %s) has not answered for %g s: killing it", replica.worker, replica.pid, hangs.limit
             )
-            self._placement.kill(replica.pid)
+            self._placement.kill(replica.pid, replica.node)
         self._watch = self._loop.call_later(hangs.interval, self._watch_over, hangs)
 
     def _on_stats(self, message: Stats) -> None:
@@ -353,10 +400,31 @@ class Supervisor:
             self.spawn(replica)
         self._owner.worker_lost(replica.group[-1], planned=moving)
 
+    def _on_node(self, node: str) -> None:
+        """Start the workers of a node that has joined."""
+        if self.stopping:
+            return
+        for replica in self.replicas.all:
+            if replica.node == node:
+                replica.failures = 0
+                self.spawn(replica)
+
+    def _on_node_lost(self, node: str, why: str) -> None:
+        """Handle the death of all workers of a node. Until it joins again, its stages have those of other nodes."""
+        if self.stopping:
+            return
+        lost = [replica for replica in self.replicas.all if replica.node == node]
+        for replica in lost:
+            self._bury(replica)
+            self.spawn(replica)  # waits for the node
+            self.moves.failed(replica)
+        for stage in dict.fromkeys(replica.group[-1] for replica in lost):
+            self._owner.worker_lost(stage)
+
     def kill(self, replica: Replica) -> None:
         """SIGKILL a worker that runs."""
         if replica.pid is not None:
-            self._placement.kill(replica.pid)
+            self._placement.kill(replica.pid, replica.node)
 
     def _bury(self, replica: Replica) -> None:
         """Make sure that nobody writes to this incarnation any more."""
@@ -367,7 +435,7 @@ class Supervisor:
         self.adapters.lost(dead)
         if socket := self._out.pop(address, None):
             socket.close(linger=0)
-        for other in self.replicas.all:
+        for other in self.replicas.all if address else ():
             if other.alive:
                 self.send(other.address, PeerLost(dead, address))
 

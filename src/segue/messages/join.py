@@ -1,0 +1,108 @@
+"""Messages between a server and the agents of the hosts that join it (`segue join`), and how their token becomes keys.
+
+    agent → server   Join, NodeReady, NodeFailed, News, Beat, Leave
+    server → agent   Welcome, Refused, Order, Beat, Fenced
+
+A node has a generation, which grows each time it joins. Every message carries it: a host that was cut off and taken for
+lost is told `Fenced` when it comes back, ends its workers and joins anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from segue.messages.process import Exited, Kill, Spawn, Spawned
+
+BEAT_SECONDS = 1.0
+"""Between two signs of life, in both directions."""
+LOST_SECONDS = 10.0
+"""A node, or a server, that gives no sign of life for this long is lost."""
+PORT = 8900
+
+
+class Join(msgspec.Struct, tag=True):
+    node: str
+    version: str
+    """Of Segue; both sides must have the same."""
+
+
+class Welcome(msgspec.Struct, tag=True):
+    generation: int
+    preload: list[str]
+    """Modules that the node's fork server imports."""
+    gpus: bool
+    """Whether workers may need GPUs."""
+
+
+class Refused(msgspec.Struct, tag=True):
+    reason: str
+    final: bool
+    """Asking again does not help."""
+
+
+class Fenced(msgspec.Struct, tag=True):
+    """The sender's generation is over."""
+
+
+class NodeReady(msgspec.Struct, tag=True):
+    """Workers can be spawned on the node."""
+
+    generation: int
+    runtime_dir: str
+    host: str
+    """The address by which the node's workers are reached."""
+
+
+class NodeFailed(msgspec.Struct, tag=True):
+    """The node cannot run workers."""
+
+    generation: int
+    message: str
+
+
+class News(msgspec.Struct, tag=True):
+    generation: int
+    news: Spawned | Exited
+
+
+class Order(msgspec.Struct, tag=True):
+    generation: int
+    order: Spawn | Kill
+
+
+class Beat(msgspec.Struct, tag=True):
+    generation: int
+
+
+class Leave(msgspec.Struct, tag=True):
+    """The node leaves; its workers have ended."""
+
+    generation: int
+
+
+ToServer = Join | NodeReady | NodeFailed | News | Beat | Leave
+ToAgent = Welcome | Refused | Order | Beat | Fenced
+
+_encoder = msgspec.msgpack.Encoder()
+to_server = msgspec.msgpack.Decoder(ToServer)
+to_agent = msgspec.msgpack.Decoder(ToAgent)
+
+
+def encode(message: ToServer | ToAgent) -> bytes:
+    return _encoder.encode(message)
+
+
+def secret_of(token: str) -> bytes:
+    """Return the 32 bytes of the CurveZMQ secret key that a token stands for; who has the token has both keys."""
+    return hashlib.sha256(b"segue join " + token.encode()).digest()
+
+
+class Listen(msgspec.Struct, frozen=True):
+    """Where a server waits for hosts that join."""
+
+    host: str
+    """The address of one interface of this machine: the join port, the inboxes and the payloads are served there."""
+    port: int
+    token: str
