@@ -22,7 +22,8 @@ from markdown_blocks import ALL, PAGES, ROOT, Block, anchors, links, names, of, 
 
 from segue.bench.main import parser as bench_parser
 from segue.cli.main import parser as cli_parser
-from segue.connectors.create import create
+from segue.connectors import tcp
+from segue.connectors.create import Network, create
 from segue.connectors.shm import CUDA_POOL_BYTES, MAX_BYTES, POOL_BYTES, THRESHOLD_BYTES
 from segue.graph.deployment.deployment import Hardware, Limits
 from segue.graph.deployment.loader import load_plan
@@ -202,7 +203,7 @@ def test_every_key_of_a_deployment_is_documented() -> None:
     assert sorted(listed["### A stage"]) == sorted(of_stages)
     assert sorted(listed["### Limits"]) == sorted(LIMIT_KEYS)
     assert sorted(listed["### Moves"]) == sorted(MOVE_KEYS)
-    assert listed["### An edge"] == ["from", "to", "connector", "budget", "start"]
+    assert listed["### An edge"] == ["from", "to", "connector", "budget", "start", "wire"]
     assert listed["### A connector"][:2] == ["name", "extra"]
     worked_out = {"name", "engine", "memory_bytes", "sequence_ring"}
     planned = {field.name for kind in kinds().values() for field in fields(kind.plan)}
@@ -213,8 +214,12 @@ def test_settings_of_connectors_are_as_documented() -> None:
     written = {names(row[0])[0]: row for row in rows(DOCS / "deployment.md", "### A connector")}
     assert names(written["name"][2]) == list(KINDS)
     extra = {key: written[key] for key in written if key not in ("name", "extra")}
-    create("shm", "docs-settings", dict.fromkeys(extra, 1 << 16)).close()
+    of_tcp = ("inline_threshold_bytes", "max_bytes")
+    of_shm = dict.fromkeys(extra.keys() - {"inline_threshold_bytes"}, 1 << 16)
+    create("shm", "docs-settings", of_shm).close()
+    create("tcp", "", dict.fromkeys(of_tcp, 1 << 16), network=Network("127.0.0.1", bytes(32))).close()
     defaults = {
+        "inline_threshold_bytes": tcp.THRESHOLD_BYTES,
         "shm_threshold_bytes": THRESHOLD_BYTES,
         "pool_bytes": POOL_BYTES,
         "max_bytes": MAX_BYTES,

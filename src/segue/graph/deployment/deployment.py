@@ -209,7 +209,7 @@ class Plan:
 
     def nodes(self) -> tuple[str, ...]:
         """Return the names of all hosts that have a stage, except the server's."""
-        names = {node: None for stage in self.stages.values() for node in stage.nodes}
+        names = {node: None for stage in self.stages.values() for node in stage.node}
         return tuple(name for name in names if name != SERVER)
 
     def edge(self, source: str, target: str) -> EdgePlan:

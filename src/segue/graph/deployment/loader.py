@@ -53,7 +53,7 @@ def load_plan(
         for name, stage in stages.items():  # stages without a key of their own follow
             if "scheduling" not in kind_of(stage.engine).keys:
                 stages[name] = replace(stage, scheduling="priority")
-    nodes = {name: stage.nodes for name, stage in stages.items()}
+    nodes = {name: stage.node for name, stage in stages.items()}
     return Plan(
         graph=graph,
         stages=stages,
@@ -165,7 +165,7 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
         dtype=dtype,
         threads=where.threads,
         routing=where.routing,
-        nodes=where.nodes,
+        node=where.nodes,
         max_batch=section.integer("max_batch", kind.max_batch),
         load_format=section.choice("load_format", "auto", ("auto", "dummy")),
         options=section.mapping("options"),

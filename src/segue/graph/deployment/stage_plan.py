@@ -37,7 +37,7 @@ class StagePlan:
     routing: tuple[str, ...] = ("load",)
     """The choice of a replica for a request goes by the first of these `ROUTINGS`, the next breaks its ties; equal for
     fused stages."""
-    nodes: tuple[str, ...] = (SERVER,)
+    node: tuple[str, ...] = (SERVER,)
     """The hosts that its replicas run on, in turn; equal for fused stages."""
     load_format: str = "auto"
     """`auto` or `dummy`."""
@@ -61,7 +61,7 @@ class StagePlan:
 
     def node_of(self, replica: int) -> str:
         """Return the node of replica number `replica` (from 0)."""
-        return self.nodes[replica % len(self.nodes)]
+        return self.node[replica % len(self.node)]
 
     def device_of(self, replica: int, rank: int = 0) -> str:
         """Return the device of rank `rank` of replica number `replica` (both from 0)."""

@@ -338,6 +338,8 @@ class Supervisor:
         self._on_progress(message.worker, 1.0, "ready")
         if self._started is not None and not self._started.done() and self.replicas.ready():
             self._started.set_result(None)
+        else:
+            log.info("worker %s (%s) is ready", replica.worker, replica.node)
         self._owner.worker_ready()
 
     def _on_start_failed(self, message: StartFailed) -> None:

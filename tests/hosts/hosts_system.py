@@ -1,0 +1,122 @@
+"""A server on one host and nodes on others, as two operators start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+from namespaces import Host, hosts
+
+TOKEN = "a token of the tests"
+CLIENT = str(Path(__file__).with_name("hosts_client.py"))
+TOYS = str(Path(__file__).parents[1] / "toys")
+PATIENCE = 150.0
+"""Seconds for a start on a loaded machine."""
+Answer = dict[str, Any]
+
+
+class Hosts:
+    """A running server and its nodes; each host has the checkpoint somewhere else."""
+
+    def __init__(self, made: list[Host], model: Path, deployment: Mapping[str, Any], logs: Path) -> None:
+        self.hosts = {"server": made[0], **{f"node{n}": host for n, host in enumerate(made[1:], 1)}}
+        self._model = model
+        self._logs = logs
+        self.running: dict[str, subprocess.Popen[str]] = {}
+        (logs / "deploy").mkdir()
+        (logs / "deploy" / "deployment.yaml").write_text(yaml.safe_dump(dict(deployment)))
+        address = made[0].address
+        self.url = f"http://{address}:8000"
+        self.running["server"] = made[0].start(
+            *("-m", "segue.cli", "serve", "/server/model", "--config", "/deploy/deployment.yaml", "--host", address),
+            *("--name", "tiny", "--listen", address),
+            mounts={model: "/server/model", logs / "deploy": "/deploy"},
+            log=self.log("server"),
+            **self._variables(),
+        )
+        for name in list(self.hosts)[1:]:
+            self.join(name)
+
+    def join(self, name: str) -> None:
+        self.running[name] = self.hosts[name].start(
+            *("-m", "segue.cli", "join", self.hosts["server"].address, "--name", name, "--model", "/elsewhere"),
+            mounts={self._model: "/elsewhere"},
+            log=self.log(name),
+            **self._variables(),
+        )
+
+    def _variables(self) -> dict[str, str]:
+        paths = [str(Path(__file__).parents[2] / "src"), TOYS]
+        return {"SEGUE_JOIN_TOKEN": TOKEN, "PYTHONPATH": os.pathsep.join(paths)}
+
+    def log(self, name: str) -> Path:
+        return self._logs / f"{name}.log"
+
+    def count(self, pattern: str, name: str = "server") -> int:
+        """How many lines of a log match."""
+        return len(re.findall(pattern, self.log(name).read_text()))
+
+    def wait(self, pattern: str, count: int = 1, name: str = "server", seconds: float = PATIENCE) -> None:
+        """Return when so many lines of a log match; they are how another host tells of itself."""
+        end = time.monotonic() + seconds
+        while self.count(pattern, name) < count:
+            assert time.monotonic() < end, f"no {pattern!r} in {self.all_logs()}"
+            assert self.running[name].poll() is None, self.all_logs()
+            time.sleep(0.1)
+
+    def all_logs(self) -> str:
+        return "\n".join(f"── {name}\n{self.log(name).read_text()[-4000:]}" for name in self.hosts)
+
+    def asking(self, *prompts: str, seconds: float = 0.0, parallel: int = 4) -> subprocess.Popen[str]:
+        """Start clients on the server's host."""
+        return self.hosts["server"].start(CLIENT, self.url, str(seconds), str(parallel), *prompts)
+
+    def answers(self, client: subprocess.Popen[str]) -> list[Answer]:
+        said, _ = client.communicate(timeout=PATIENCE)
+        found: list[Answer] = json.loads(said)
+        return found
+
+    def ask(self, *prompts: str) -> dict[str, tuple[str, str]]:
+        """Ask every prompt once; return prompt → what came."""
+        found = self.answers(self.asking(*prompts))
+        assert all(one["status"] == 200 for one in found), (found, self.all_logs())
+        assert all(one["audio_bytes"] > 1000 for one in found)
+        return {one["prompt"]: (one["text"], one["audio"]) for one in found}
+
+    def processes(self, name: str) -> dict[str, psutil.Process]:
+        """The processes of a node: its agent, its fork server, and its workers by name."""
+        agent = psutil.Process(self.running[name].pid)
+        found = {"agent": agent}
+        for child in agent.children():
+            found["forks"] = child
+            found |= {worker.name(): worker for worker in child.children()}
+        return found
+
+    def end(self) -> None:
+        for process in reversed(self.running.values()):
+            process.terminate()
+        for process in self.running.values():
+            try:
+                process.wait(30)
+            finally:
+                process.kill()
+
+
+@contextmanager
+def system(count: int, model: Path, deployment: Mapping[str, Any], logs: Path) -> Iterator[Hosts]:
+    with hosts(count) as made:
+        running = Hosts(made, model, deployment, logs)
+        try:
+            running.wait("is served at")
+            yield running
+        finally:
+            running.end()
