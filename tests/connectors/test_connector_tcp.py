@@ -117,6 +117,27 @@ def test_a_producer_that_has_ended_is_named(ends: tuple[TcpConnector, TcpConnect
     assert f"127.0.0.1:{first['port']}" in found.reason
 
 
+def fetching() -> int:
+    return sum(thread.name == "segue-tcp-fetch" for thread in threading.enumerate())
+
+
+def test_producers_that_have_ended_leave_no_thread_and_no_socket() -> None:
+    before = fetching()
+    consumer = TcpConnector(HERE, KEY, inline_threshold_bytes=0)
+    try:
+        for asked in (0, 1):  # the consumer asks the dead producer once more, or never again
+            for _ in range(4):
+                producer = TcpConnector(HERE, KEY, inline_threshold_bytes=0)
+                sent = [put(producer, numbers(MIB)) for _ in range(3)]
+                assert isinstance(fate(consumer, sent[0]), Arrived)
+                producer.close()
+                assert all(isinstance(fate(consumer, one), Gone) for one in sent[1:][: 2 * asked])
+            until(lambda: fetching() <= before + 1)
+    finally:
+        consumer.close()
+    assert fetching() == before
+
+
 def test_metadata_of_a_producer_whose_port_another_has_now(ends: tuple[TcpConnector, TcpConnector]) -> None:
     producer, consumer = ends
     metadata = put(producer, numbers(MIB))

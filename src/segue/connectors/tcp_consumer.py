@@ -3,6 +3,7 @@ that are used again."""
 
 from __future__ import annotations
 
+import errno
 import mmap
 import queue
 import socket
@@ -84,16 +85,25 @@ class Buffers:
 
 
 class Line:
-    """The connection to one producer."""
+    """The connection to one producer; once it has failed, it is not used again."""
 
-    def __init__(self, place: Place, key: bytes, buffers: Buffers, landed: Callable[[Fetch, Fetched], None]) -> None:
-        """`landed`: called in the line's thread with what became of a fetch."""
+    def __init__(
+        self,
+        place: Place,
+        key: bytes,
+        buffers: Buffers,
+        landed: Callable[[Fetch, Fetched], None],
+        failed: Callable[[Line], None],
+    ) -> None:
+        """Called in the line's thread: `landed`, with what became of a fetch; `failed`, when it may be asked for no
+        more, before it gives up the fetches that it still has."""
         self._name = f"{place.host}:{place.port}"
         self._address = (place.host, place.port)
-        self._pool = place.pool
+        self.pool = place.pool
         self._key = key
         self._buffers = buffers
         self._landed = landed
+        self._failed = failed
         self._asked: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
         self._sock: socket.socket | None = None
         self._closing = False
@@ -124,10 +134,35 @@ class Line:
             try:
                 found = self._fetch(fetch)
             except (Refused, OSError, PayloadError) as error:
-                self._disconnect()
-                found = Gone(f"the fetch from {self._name} failed: {error}")
+                self._give_up(fetch, Gone(f"the fetch from {self._name} failed: {error}"))
+                break
             self._landed(fetch, found)
         self._disconnect()
+
+    def _give_up(self, fetch: Fetch | None, reason: Gone) -> None:
+        """Fail a fetch and those behind it: each would wait as long for a host that is gone."""
+        self._failed(self)
+        while True:
+            if fetch is not None:
+                self._landed(fetch, reason)
+            try:
+                fetch = self._asked.get_nowait()
+            except queue.Empty:
+                return
+
+    def hung_up(self) -> bool:
+        """Whether the producer has closed the connection."""
+        with self._lock:
+            if self._sock is None or self._sock.gettimeout() is not None:
+                return False  # it connects
+            try:
+                return not self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except OSError as error:
+                return error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK)
+
+    def end(self) -> None:
+        """End the thread when it has done what it was asked."""
+        self._asked.put(None)
 
     def _fetch(self, fetch: Fetch) -> Fetched:
         sock = self._sock or self._connect()
@@ -158,7 +193,7 @@ class Line:
                 raise ConnectionAbortedError("the connector is closed")
             self._sock = sock
         tune(sock)
-        if as_consumer(sock, self._key) != self._pool:
+        if as_consumer(sock, self._key) != self.pool:
             raise Refused("the producer has ended, and another one listens there")
         sock.settimeout(None)
         return sock
@@ -231,8 +266,17 @@ class Consumer:
     def _line(self, place: Place) -> Line:
         line = self._lines.get(place.pool)
         if line is None:
-            line = self._lines[place.pool] = Line(place, self._key, self._buffers, self._landed)
+            for other in [other for other in self._lines.values() if other.hung_up()]:
+                del self._lines[other.pool]
+                other.end()
+            line = Line(place, self._key, self._buffers, self._landed, self._failed)
+            self._lines[place.pool] = line
         return line
+
+    def _failed(self, line: Line) -> None:
+        with self._lock:
+            if self._lines.get(line.pool) is line:
+                del self._lines[line.pool]
 
     def _landed(self, fetch: Fetch, found: Fetched) -> None:
         with self._lock:

@@ -75,7 +75,7 @@ class Producer:
         self.host: str = host
         self.port: int = self._listening.getsockname()[1]
         self._consumers: dict[socket.socket, threading.Thread] = {}
-        self._closed = False
+        self._closing = threading.Event()
         self._acceptor = threading.Thread(target=self._accept, name="segue-tcp-listen", daemon=True)
         self._acceptor.start()
 
@@ -114,7 +114,7 @@ class Producer:
     def close(self) -> None:
         """Disconnect every consumer and free everything."""
         with self._lock:
-            self._closed = True
+            self._closing.set()
             consumers = dict(self._consumers)
         end(self._listening)
         self._acceptor.join()
@@ -140,12 +140,13 @@ class Producer:
         while True:
             try:
                 sock, address = self._listening.accept()
-            except OSError:
-                if self._closed:
+            except OSError as error:
+                if self._closing.wait(0.1):
                     return
-                raise
+                log.error("no consumer can connect: %s", error)  # e.g. too many open files: others may close some
+                continue
             with self._lock:
-                if self._closed or len(self._consumers) >= MOST_CONSUMERS:
+                if self._closing.is_set() or len(self._consumers) >= MOST_CONSUMERS:
                     sock.close()
                     continue
                 thread = threading.Thread(
@@ -173,7 +174,7 @@ class Producer:
         except Refused as error:
             log.warning("%s (%s): it gets nothing", error, address)
         except OSError as error:
-            if not self._closed:
+            if not self._closing.is_set():
                 log.debug("a consumer at %s is gone: %s", address, error)
         finally:
             sock.close()
