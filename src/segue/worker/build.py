@@ -34,7 +34,7 @@ from segue.worker.bridge import Bridge
 from segue.worker.device import on_device, work_on
 from segue.worker.file_maker import FileMaker
 from segue.worker.kinds.kind import Host, check_contract, worker_kind
-from segue.worker.outbox import Channel
+from segue.worker.outbox import CHUNK_BYTES, Channel
 from segue.worker.ranks import Followers, load_context, threads_of
 from segue.worker.retained import RetainedStore
 from segue.worker.shared_weights import modules, one_at_a_time, share
@@ -222,7 +222,12 @@ def _connect(
         if edge.source in mine:
             fused = edge.kind == "inproc"
             channels[edge.source, edge.target] = Channel(
-                made[key], None if fused else inline, edge.budget, retain=not fused, start=edge.start
+                made[key],
+                None if fused else inline,
+                edge.budget,
+                retain=not fused,
+                overhead=CHUNK_BYTES,
+                start=edge.start,
             )
         if edge.target in mine:
             inbound[edge.source, edge.target] = made[key]

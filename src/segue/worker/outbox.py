@@ -1,12 +1,10 @@
 """Send the streams that leave a worker, count unconsumed bytes, and keep payloads that may have to be resent.
 
 A flow is one edge of one request. Its chunks wait in `pending` while the edge's byte budget is used up or the connector
-has no space; the stage's engine then pauses the request. The first is held
-back until `Channel.start` chunks wait, or the stream has ended.
-A flow whose target is not known yet (`Peer.worker` is empty) keeps its chunks like retained ones, until they are to be
-resent to the target, or not wanted.
-One chunk is always sent if the downstream stage has nothing left of this flow: it may wait for this very chunk (no
-deadlock with any budget).
+has no space; the stage's engine then pauses the request. The first is held back until `Channel.start` chunks wait, or
+the stream has ended. A flow whose target is not known yet (`Peer.worker` is empty) keeps its chunks like retained ones,
+until they are to be resent to the target, or not wanted. One chunk is always sent if the downstream stage has nothing
+left of this flow: it may wait for this very chunk (no deadlock with any budget).
 """
 
 from __future__ import annotations
@@ -22,6 +20,9 @@ from segue.graph.parts import stage_of
 from segue.messages.wire import Chunk, Peer
 from segue.worker.retained import Key, RetainedStore
 
+CHUNK_BYTES = 1024
+"""What a chunk costs beside its payload, in objects at either end; a chunk may be one row of codes."""
+
 
 @dataclass(slots=True)
 class Channel:
@@ -35,6 +36,8 @@ class Channel:
     """Bytes in flight on this edge, over all requests."""
     retain: bool
     """Keep payloads for a restart of the downstream stage; not if both stages are in one process."""
+    overhead: int = 0
+    """Bytes that count for each chunk, beside its payload."""
     start: int = 1
     """Chunks of a request that must be there before any is sent; the end of its stream counts as enough."""
     in_flight: int = 0
@@ -191,10 +194,11 @@ class Outbox:
                 if not ok:
                     return
             flow.pending.popleft()
+            cost = nbytes + channel.overhead
             if channel.retain:
-                self.retained.append(flow.key, payload, nbytes, final=final)
-            flow.unconsumed.append((flow.next_seq, nbytes))
-            channel.in_flight += nbytes
+                self.retained.append(flow.key, payload, cost, final=final)
+            flow.unconsumed.append((flow.next_seq, cost))
+            channel.in_flight += cost
             chunk = Chunk(
                 request_id=flow.request_id,
                 source=flow.source,

@@ -105,7 +105,7 @@ def test_the_bytes_are_the_same_after_a_kill(system: System, tmp_path: Path, kil
     system.run(body)
 
 
-@pytest.mark.nightly  # tests/orchestrator/test_slow_reader.py has a few of them
+@pytest.mark.nightly  # tests/orchestrator/output/test_slow_reader.py has a few of them
 def test_fifty_clients_that_do_not_read_delay_nobody(system: System) -> None:
     """What they cost is bounded, in the orchestrator and on the edge to the output stage, and what others get complete,
     also after the output stage was killed."""

@@ -117,7 +117,7 @@ class EdgePlan:
     message), `pool_bytes` (initial memory), `max_bytes` (memory it may grow to), `cuda_pool_bytes` (memory on its
     worker's CUDA device, for tensors that need not pass through the host)."""
     budget: int = 64 * MiB
-    """Bytes that may be sent and not yet consumed."""
+    """Bytes that may be sent and not yet consumed; each chunk counts as 1 KiB more than its payload."""
     start: int = 1
     """Chunks of a request that must be there before any is sent."""
     wire: str = "exact"

@@ -1,0 +1,1 @@
+"""input → film (module, video): noise, which no codec makes small."""
