@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from server_process import Served, served, tiny
 from websockets.sync.client import connect
 
-GOLDEN = Path(__file__).parents[2] / "models" / "speech" / "qwen3_tts" / "golden"
+GOLDEN = Path(__file__).parents[3] / "models" / "speech" / "qwen3_tts" / "golden"
 EVERY = 7
 """Of the samples, one is recorded."""
 CASES = {case["name"]: case for case in json.loads((GOLDEN / "cases.json").read_text())}

@@ -21,7 +21,7 @@ from segue.media.limits import MediaLimits
 from segue.messages.request import MediaPart
 from segue.models.shared.library import AutoTokenizer
 
-GOLDEN = Path(__file__).parents[2] / "models" / "speech" / "mimo_audio" / "golden" / "golden.safetensors"
+GOLDEN = Path(__file__).parents[3] / "models" / "speech" / "mimo_audio" / "golden" / "golden.safetensors"
 EVERY = 61
 """Of the samples, one is recorded."""
 RATE = 24000

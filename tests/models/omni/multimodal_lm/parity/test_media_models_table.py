@@ -18,7 +18,7 @@ from segue.models.omni.multimodal_lm.tiny.config import SMALL
 from segue.models.registry import family_of
 from segue.models.shared.library import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
-DOC = Path(__file__).parents[4] / "docs" / "models.md"
+DOC = Path(__file__).parents[5] / "docs" / "models.md"
 CLASSES: dict[str, str] = dict(AutoModelForMultimodalLM._model_mapping._model_mapping)
 BY_CONFIG = {
     "encoder-decoders": "encoder-decoder",

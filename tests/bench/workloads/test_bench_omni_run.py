@@ -19,7 +19,7 @@ from segue.graph.deployment.deployment import Hardware
 from segue.graph.deployment.loader import load_plan
 from segue.models.omni.qwen2_5_omni.graph import graph as omni_graph
 
-ASSETS = Path(__file__).parents[2] / "assets"
+ASSETS = Path(__file__).parents[3] / "assets"
 
 
 @pytest.mark.nightly

@@ -1,0 +1,1 @@
+"""Puts this folder, which has what its tests share, on their import path."""
