@@ -89,6 +89,7 @@ def test_what_is_appended_is_answered_in_chunks(server: Live) -> None:
     ("message", "field", "says"),
     [
         (append([actions(1.0, 2.0, 3.0)]), "content[0].shape", "is [3]; of actions it must be [2]"),
+        (append(["lost", actions(1.0, 2.0, 3.0)]), "content[1].shape", "is [3]"),
         (append([actions([1.0, 2.0], [1.0, 2.0], [1.0, 2.0])]), "content[0]", "makes 3 items of actions"),
         (append([{"type": "tensor", "name": "acts", "data": [1.0]}]), "content[0].name", "did you mean 'actions'"),
         (append([{"type": "image_url", "image_url": {"url": "x"}}]), "content[0].type", "only text and tensors"),
@@ -106,6 +107,7 @@ def test_a_wrong_message_is_named_and_changes_nothing(
     answers, code = talk(server, CONFIG, message, append([actions([1.0, 2.0], [1.0, 2.0])]), {"type": "input.done"})
     [error] = [answer for answer in answers if answer.get("type") == "error"]
     assert (error["error"]["param"], code) == (field, 1000)
+    assert "LOST" not in str(answers), "it is appended whole or not at all"
     assert says in error["message"]
 
 

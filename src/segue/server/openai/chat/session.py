@@ -101,8 +101,9 @@ class ChatSession:
         elif self._complete:
             raise InvalidRequest(f"{kind} came after input.done", field="type")
         elif kind == "input.append":
-            for piece in _pieces(values, self._settings):
-                self._count(piece.tensors)
+            pieces = _pieces(values, self._settings)
+            self._count([part for piece in pieces for part in piece.tensors])  # all or nothing is appended
+            for piece in pieces:
                 self._owed += piece.reply and not piece.tensors
                 self._pieces.put_nowait(piece)
         else:
