@@ -69,7 +69,10 @@ def continue_running(running: Seq[Job], ledger: Ledger, limits: Limits, preempte
             room = min(tokens, _room(job, ledger, limits)) if len(unit) == 1 else 0
             tokens = fitting(job.spans, job.computed, room)
         if tokens <= 0:
-            continue  # all others hold blocks that they use in this step: wait one step
+            # all others hold blocks that they use in this step, or lend: wait one step, unless one that lends needs its
+            # blocks now
+            settled.difference_update(map(id, unit))
+            continue
         for one in unit:
             runs.append(_run(one, tokens, ledger, limits))
             budget -= tokens
