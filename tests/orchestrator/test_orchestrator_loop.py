@@ -85,6 +85,7 @@ def test_text_and_images_by_turns(loop: System) -> None:
     loop.run(body)
 
 
+@pytest.mark.nightly
 def test_modules_refine_until_it_is_good(toy_path: None, tmp_path: Path) -> None:
     """No stage of this loop holds: each visit runs on its own, and one that dies is run again."""
     from segue_toy.family import make
@@ -126,7 +127,11 @@ def refined(text: str, **options: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], "modalities": ["image"], "options": options}
 
 
-PLACES = [("draw", 0), ("draw", 2), ("show", 1), ("see", 0), ("see", 1), ("forward", 0), ("counter", 25)]
+PLACES = [
+    ("draw", 2),
+    *(pytest.param(*place, marks=pytest.mark.nightly) for place in (("draw", 0), ("show", 1), ("see", 0), ("see", 1))),
+    *(pytest.param(*place, marks=pytest.mark.nightly) for place in (("forward", 0), ("counter", 25))),
+]
 """Where a request is held while workers die: in this visit; of the writer, at this place of the sequence or unit."""
 VICTIMS = [("writer",), ("draw",), ("see",), ("writer", "draw"), ("writer", "see", "show"), ("draw", "see", "input")]
 

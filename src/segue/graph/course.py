@@ -111,8 +111,7 @@ class Course:
     def _begin(self, visit: str) -> bool:
         """Begin a visit if it can begin now, or record that it never will."""
         stage, number = stage_of(visit), number_of(visit)
-        earlier = visit_name(stage, number - 1) if number else ""
-        if earlier in self.begun and earlier not in self._over:
+        if number and not self._past(visit_name(stage, number - 1)):
             return False
         sources = [visit_name(up, number if up in self._again else 0) for up in self._walk[stage].upstreams]
         taken = [self._taken(source, stage) for source in sources]
@@ -127,6 +126,10 @@ class Course:
             self.begun[visit] = tuple(sorted(up for up in ups if up in self.begun))
             return True
         return False
+
+    def _past(self, visit: str) -> bool:
+        """Whether a visit is over, or will not be made."""
+        return visit in self._over if visit in self.begun else not self._undecided(visit)
 
     def _taken(self, source: str, target: str) -> bool | None:
         """Whether the edge from a visit to a stage is taken; None: not known yet."""
