@@ -243,7 +243,11 @@ class ModuleEngine:
         if not batch:
             return []
         try:
-            return self._call(batch)
+            self._calls += 1
+            results = self._model.run(batch)
+            if len(results) != len(batch):
+                raise StageFailed(f"the stage model returned {len(results)} results for {len(batch)} items")
+            return results
         except Exception as error:
             end_where_lost(error)
             if len(batch) == 1:
@@ -254,13 +258,6 @@ class ModuleEngine:
         # Some item fails the call for all: run one by one, only that one fails.
         self._retries += 1
         return [result for work in batch for result in self._run([work])]
-
-    def _call(self, batch: list[Work]) -> list[Result]:
-        self._calls += 1
-        results = self._model.run(batch)
-        if len(results) != len(batch):
-            raise StageFailed(f"the stage model returned {len(results)} results for {len(batch)} items")
-        return results
 
     def _emit(self, work: Work, result: Result) -> StageOutput:
         if result.error is not None:
