@@ -20,7 +20,7 @@ TOKENS = 20
 
 
 class Prophet:
-    """Knows the answers; says the truth with probability `truth`, else some token, and guesses `extra` too many."""
+    """Knows the answers: drafts the right token with probability `truth`, else any, and `extra` tokens too many."""
 
     def __init__(
         self, answers: Sequence[Sequence[int]], truth: float = 1.0, *, most: int = 4, extra: int = 0, seed: int = 0

@@ -49,4 +49,4 @@ def test_a_plan_becomes_what_an_adapter_is_built_with(tmp_path: Path) -> None:
         tmp_path, "denoiser", "cpu", "torch.bfloat16",
     )  # fmt: skip
     assert made.compile
-    assert not made.fused, "products that are compiled are fused there"
+    assert not made.fused, "compiled GEMMs are fused by the compiler"

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from segue.kernels.cpu_kernels import cpu_kernels
 from segue.kernels.linear.fused_linear import FusedPart
-from segue.kernels.linear.linear import PackedLinear, packed_product
+from segue.kernels.linear.linear import PackedLinear, packed_gemm
 
 
 def attention(
@@ -34,25 +34,25 @@ def modulated_norm(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, ep
     return compiled.modulated_norm(x, scale, shift, eps)
 
 
-def norm_and_rope(x: torch.Tensor, weight: torch.Tensor, eps: float, turns: torch.Tensor | None) -> None:
+def norm_and_rope(x: torch.Tensor, weight: torch.Tensor, eps: float, rotations: torch.Tensor | None) -> None:
     """RMSNorm and RoPE in place. x [batch, tokens, heads, features], heads and features contiguous: RMSNorm over the
-    features with `weight` [features], then multiplied by `turns`, [tokens, features / 2] complex, if given."""
+    features with `weight` [features], then multiplied by `rotations`, [tokens, features / 2] complex, if given."""
     width = x.shape[-1]
     assert x.stride()[2:] == (width, 1)
     compiled = cpu_kernels() if _floats_on_cpu(x) else None
     if compiled is not None:
-        return compiled.norm_and_rope(x, weight, eps, turns)
+        return compiled.norm_and_rope(x, weight, eps, rotations)
     squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(width)
     x.mul_(squares.add_(eps).rsqrt_()).mul_(weight)
-    if turns is not None:
-        torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(turns[:, None])
+    if rotations is not None:
+        torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(rotations[:, None])
     return None
 
 
 def then_gelu(linear: nn.Module, x: torch.Tensor, approximate: str) -> torch.Tensor:
     """GELU (`none` or `tanh`) of a linear layer; a packed layer fuses both into one pass, in 0.6 of the time."""
     if isinstance(linear, PackedLinear):
-        return packed_product(x, linear.weight, linear.bias, linear.out_features, approximate)
+        return packed_gemm(x, linear.weight, linear.bias, linear.out_features, approximate)
     return functional.gelu(linear(x), approximate=approximate)
 
 

@@ -21,7 +21,7 @@ every = pytest.mark.parametrize("kernels", libraries(), ids=lambda kernels: f"se
 
 
 def _given(shape: tuple[int, int, int, int, int, int], dims: tuple[int, int], seed: int) -> list[torch.Tensor]:
-    """Queries, keys and values as they lie in one product of a layer, which is wider."""
+    """Queries, keys and values as slices of the output of one GEMM, which is wider."""
     batch, kv_heads, group, queries, keys, gap = shape
     generator = torch.Generator().manual_seed(seed)
     made = []

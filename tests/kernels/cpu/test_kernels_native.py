@@ -26,7 +26,7 @@ from segue.kernels.cpu.native import TILED, Library, libraries, library
 from segue.kernels.cpu.native_attention import NativeAttention
 from segue.kernels.cpu.norms import FusedNorm, fuse_norms
 from segue.kernels.linear.fused_linear import fuse, siblings
-from segue.kernels.linear.linear import PackedLinear, laid_out, pack_linears, packed_product
+from segue.kernels.linear.linear import PackedLinear, laid_out, pack_linears, packed_gemm
 
 compiled = pytest.mark.skipif(not libraries(), reason="the kernels were not compiled, or not for this CPU")
 every = pytest.mark.parametrize("kernels", libraries(), ids=lambda kernels: f"set {kernels.number}")
@@ -122,7 +122,7 @@ def test_what_is_no_number_stays_so_in_tiles() -> None:
     weight[2, 2] = torch.inf
     laid, on = laid_out(weight.float(), bias, 8)
     exact = (x.double() @ weight.double().T + bias).float()
-    torch.testing.assert_close(packed_product(x, laid, on, 50), exact, rtol=1e-4, atol=1e-4, equal_nan=True)
+    torch.testing.assert_close(packed_gemm(x, laid, on, 50), exact, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 @compiled
@@ -163,10 +163,10 @@ def test_a_layout_holds_its_weight_once_and_takes_any_shape():
     laid, on = laid_out(weight, bias, 8)
     assert laid.nbytes == weight.nbytes
     x = torch.randn(2, 5, 40)
-    torch.testing.assert_close(packed_product(x, laid, on, 96), functional.linear(x, weight, bias))
-    assert packed_product(x[:, :0], laid, on, 96).shape == (2, 0, 96)
+    torch.testing.assert_close(packed_gemm(x, laid, on, 96), functional.linear(x, weight, bias))
+    assert packed_gemm(x[:, :0], laid, on, 96).shape == (2, 0, 96)
     with pytest.raises(RuntimeError, match="float64"):
-        packed_product(x.double(), laid, on, 96)
+        packed_gemm(x.double(), laid, on, 96)
 
 
 @compiled
@@ -178,11 +178,11 @@ def test_a_layout_of_weights_that_are_bfloat16_takes_half_the_memory(inputs: int
     padded = -(-90 // library().panel) * library().panel
     assert laid.nbytes == padded * inputs * (2 if inputs % 2 == 0 else 4)
     assert laid.dtype == torch.float32, "what modules read of a weight is the type that they compute in"
-    torch.testing.assert_close(packed_product(x, laid, on, 90), functional.linear(x, weight, bias))
+    torch.testing.assert_close(packed_gemm(x, laid, on, 90), functional.linear(x, weight, bias))
     weight[7, 7] += 2.0**-20
     laid, on = laid_out(weight, bias, 8)
     assert laid.nbytes == padded * inputs * 4, "one weight of full precision"
-    torch.testing.assert_close(packed_product(x, laid, on, 90), functional.linear(x, weight, bias))
+    torch.testing.assert_close(packed_gemm(x, laid, on, 90), functional.linear(x, weight, bias))
 
 
 @compiled
@@ -233,7 +233,10 @@ def test_norms_are_found_by_what_they_compute(kind: type[nn.Module]) -> None:
     net = nn.Sequential(kind(48, eps=1e-6), nn.LayerNorm(48), kind(20, eps=1e-3))
     nn.init.normal_(net[0].weight)
     nn.init.normal_(net[2].weight)
-    x, heads = torch.randn(2, 7, 48), torch.randn(1, 9, 6, 40)[..., 10:30]  # as q lies in a product of q, k and v
+    x, heads = (
+        torch.randn(2, 7, 48),
+        torch.randn(1, 9, 6, 40)[..., 10:30],
+    )  # q, as a slice of one GEMM
     x[0, 0] = 1e-4
     expected, narrow = net[0](x), net[2](heads)
     assert fuse_norms(net) == 2

@@ -1,4 +1,4 @@
-"""What is played back is what was recorded, on other values, to the bit."""
+"""A replayed graph gives what the captured calls give on other values, to the bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products whose activations are rounded, of every set of instructions that this CPU has."""
+"""GEMMs whose activations are rounded, with every instruction set of this CPU."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ def test_a_network_that_cannot_be_recorded_goes_on(caplog: pytest.LogCaptureFixt
 
 
 class Layers(nn.Module):
-    """Two products, and what the host does by a value in between, if it does."""
+    """Two GEMMs; between them, the host may act on a value."""
 
     def __init__(self, *, looks: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layers that are given the same input become one product."""
+"""Linear layers with the same input become one GEMM."""
 
 from __future__ import annotations
 

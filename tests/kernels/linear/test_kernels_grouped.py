@@ -1,4 +1,4 @@
-"""Layers with weights of 4 or 8 bits: the products of the weights that they mean, of every set of instructions."""
+"""Layers with weights of 4 or 8 bits give the GEMM of the dequantised weights, with every instruction set."""
 
 from __future__ import annotations
 

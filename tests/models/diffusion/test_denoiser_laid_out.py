@@ -1,4 +1,4 @@
-"""Linear layers of denoisers after their first call: products of several, packed, and the same answers."""
+"""Linear layers of denoisers after their first call: GEMMs of several, packed, and the same answers."""
 
 from __future__ import annotations
 

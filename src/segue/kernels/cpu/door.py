@@ -17,11 +17,11 @@ class CpuKernels:
     """Functions on float32 tensors on a CPU, except where they say otherwise."""
 
     laid_out = staticmethod(panels.laid_out)
-    panel_product = staticmethod(panels.panel_product)
+    panel_gemm = staticmethod(panels.panel_gemm)
     are_words = staticmethod(grouped.are_words)
     four_bits_from_zero = staticmethod(grouped.four_bits_from_zero)
     grouped_panels = staticmethod(grouped.grouped_panels)
-    grouped_product = staticmethod(grouped.grouped_product)
+    grouped_gemm = staticmethod(grouped.grouped_gemm)
     read_words = staticmethod(grouped.read_words)
     rounded = staticmethod(rounded_linear.rounded)
     of_scales = staticmethod(rounded_linear.of_scales)
@@ -40,9 +40,9 @@ class CpuKernels:
         """As in `segue.kernels.operations`."""
         return norms.modulated_norm(self._library, x, scale, shift, eps)
 
-    def norm_and_rope(self, x: torch.Tensor, weight: torch.Tensor, eps: float, turns: torch.Tensor | None) -> None:
+    def norm_and_rope(self, x: torch.Tensor, weight: torch.Tensor, eps: float, rotations: torch.Tensor | None) -> None:
         """As in `segue.kernels.operations`."""
-        norms.norm_and_turn(self._library, x, weight, eps, turns)
+        norms.norm_and_rope(self._library, x, weight, eps, rotations)
 
     def attention(self) -> NativeAttention:
         """A new attention backend, for any dtype."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from segue.kernels.cpu.native import EIGHTS, EIGHTS_BY_FLOATS, FOURS, FOURS_BY_FLOATS, library, product
+from segue.kernels.cpu.native import EIGHTS, EIGHTS_BY_FLOATS, FOURS, FOURS_BY_FLOATS, gemm, library
 from segue.kernels.cpu.panels import in_panels
 from segue.kernels.linear.grouped_linear import GroupedWeights
 
@@ -99,19 +99,19 @@ def grouped_panels(
     return kind, panels.view(torch.int32), on
 
 
-def grouped_product(
+def grouped_gemm(
     x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor, outputs: int, kind: int, group: int
 ) -> torch.Tensor:
     """[rows, in] → [rows, outputs], with `grouped_panels` of groups of `group` inputs."""
-    return product(x, panels, bias, outputs, kind, group=group)
+    return gemm(x, panels, bias, outputs, kind, group=group)
 
 
-@torch.library.custom_op("segue::grouped_product", mutates_args=())
+@torch.library.custom_op("segue::grouped_gemm", mutates_args=())
 def _operator(
     x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor, outputs: int, kind: int, group: int
 ) -> torch.Tensor:
-    """`grouped_product` for compiled code."""
-    return product(x, panels, bias, outputs, kind, group=group)
+    """`grouped_gemm` for compiled code."""
+    return gemm(x, panels, bias, outputs, kind, group=group)
 
 
 @_operator.register_fake

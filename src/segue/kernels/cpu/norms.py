@@ -8,7 +8,7 @@ weight, or times the weight plus one.
 cores of an AMD EPYC, of 384 features, compared with torch's norm and `addcmul`: 1 row of 256 tokens 45 → 29 µs, 2 of
 them 180 → 46 µs, 16 of them 1325 → 275 µs.
 
-`norm_and_turn` is the RMSNorm of queries and keys followed by RoPE (pairs of neighbours as complex numbers), in place.
+`norm_and_rope` is the RMSNorm of queries and keys followed by RoPE (pairs of neighbours as complex numbers), in place.
 On two cores of an EPYC (Zen 5), 2 rows of 272 tokens, queries and keys of 6 heads of 64 features, compared with torch:
 265 → 165 µs."""
 
@@ -22,16 +22,16 @@ from torch import nn
 from segue.kernels.cpu.native import Library, library
 
 
-def norm_and_turn(
-    compiled: Library, x: torch.Tensor, weight: torch.Tensor, eps: float, turns: torch.Tensor | None
+def norm_and_rope(
+    compiled: Library, x: torch.Tensor, weight: torch.Tensor, eps: float, rotations: torch.Tensor | None
 ) -> None:
     """RMSNorm and RoPE in place, as `norm_and_rope` of `segue.kernels.operations`; x is float32."""
     batch, tokens, heads, width = x.shape
-    turned = None if turns is None else torch.view_as_real(turns.to(torch.complex64).contiguous())
+    numbers = None if rotations is None else torch.view_as_real(rotations.to(torch.complex64).contiguous())
     weight = weight.float().contiguous()
     compiled.turn(
         *(compiled.number, x.data_ptr(), x.stride(0), x.stride(1), weight.data_ptr(), eps),
-        *(0 if turned is None else turned.data_ptr(), batch, tokens, heads, width, torch.get_num_threads()),
+        *(0 if numbers is None else numbers.data_ptr(), batch, tokens, heads, width, torch.get_num_threads()),
     )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from segue.kernels.cpu.native import FLOATS, HALVES, halves_are_tiled, library, product
+from segue.kernels.cpu.native import FLOATS, HALVES, gemm, halves_are_tiled, library
 
 
 def laid_out(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lay out a weight [out, in] and its bias [out] for `panel_product`.
+    """Lay out a weight [out, in] and its bias [out] for `panel_gemm`.
 
     Panels are [panels, in, panel], their bias [panels * panel], both 0 after the last output. If every weight is
     exact in bfloat16, panels are [panels, in / 2, panel]: each float32 word holds two bfloat16 weights of one output.
@@ -19,14 +19,14 @@ def laid_out(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Ten
     return in_panels(weight.contiguous() if halves is None else halves, bias, compiled.panel)
 
 
-def panel_product(
+def panel_gemm(
     x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor, out_features: int, gelu: str | None
 ) -> torch.Tensor:
     """[..., in] → [..., out], with panels and bias from `laid_out`; `gelu`: `none` or `tanh`, to be applied."""
     inputs = x.shape[-1]
     rows = x.numel() // inputs
     kind = HALVES if panels.shape[1] * 2 == inputs else FLOATS
-    made = product(x.reshape(rows, inputs), panels, bias, out_features, kind, gelu=gelu == "tanh")
+    made = gemm(x.reshape(rows, inputs), panels, bias, out_features, kind, gelu=gelu == "tanh")
     if gelu == "none":
         torch.ops.aten.gelu_(made)
     return made.view(*x.shape[:-1], out_features)

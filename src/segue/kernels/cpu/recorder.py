@@ -23,12 +23,12 @@ from segue.kernels.cpu.recording import (
     EACH,
     FULLY,
     GATE,
+    GEMM,
     MODULATE,
     NORM,
     POINTED,
     POINTERS,
-    PRODUCT,
-    TURN,
+    ROPE,
     WRITE,
     Entry,
     Recording,
@@ -66,17 +66,17 @@ _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 """Functions that do so for tensors in lists."""
 _DIMENSIONS = 4
 _KERNELS = {
-    "product": PRODUCT,
+    "product": GEMM,
     "write": WRITE,
     "attend": ATTEND,
     "norm": NORM,
     "gate": GATE,
     "full_attention": FULLY,
     "modulate": MODULATE,
-    "turn": TURN,
+    "turn": ROPE,
 }
 _STRUCTURES: dict[int, type[Attention] | type[FullAttention]] = {ATTEND: Attention, FULLY: FullAttention}
-_NUMBERS = {NORM: 4, MODULATE: 4, TURN: 4}
+_NUMBERS = {NORM: 4, MODULATE: 4, ROPE: 4}
 """Index of the floating-point argument of a call."""
 
 

@@ -16,10 +16,10 @@ import torch
 from segue.kernels.cpu.arena import Region
 from segue.kernels.cpu.native import Attention, Call, FullAttention, Library
 
-PRODUCT, WRITE, ATTEND, NORM, GATE, EACH, FULLY, MODULATE, TURN = range(9)
+GEMM, WRITE, ATTEND, NORM, GATE, EACH, FULLY, MODULATE, ROPE = range(9)
 """Kinds of calls, numbered as in kernels.c."""
 POINTERS = {
-    PRODUCT: (0, 3, 5, 6, 9),
+    GEMM: (0, 3, 5, 6, 9),
     WRITE: (0, 3, 6, 9, 12),
     ATTEND: (2,),
     NORM: (0, 3, 4),
@@ -27,7 +27,7 @@ POINTERS = {
     EACH: (5, 10, 15),
     FULLY: (1,),
     MODULATE: (0, 1, 2, 4),
-    TURN: (0, 3, 4),
+    ROPE: (0, 3, 4),
 }
 """Indices of the arguments that are addresses; addresses within a structure are in `POINTED`."""
 POINTED: dict[type[ctypes.Structure], tuple[str, ...]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from segue.kernels.cpu.native import BYTES, ROUNDED, WIDE_BYTES, library, product
+from segue.kernels.cpu.native import BYTES, ROUNDED, WIDE_BYTES, gemm, library
 from segue.kernels.cpu.panels import in_panels
 from segue.kernels.linear.layers import QuantizedLinear
 from segue.kernels.linear.quantized import eight_bits
@@ -18,13 +18,13 @@ MOST_INPUTS = 2**16
 """Most inputs of an int8 GEMM whose sums fit into 32 bits."""
 
 
-@torch.library.custom_op("segue::rounded_product", mutates_args=())
-def rounded_product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor, outputs: int, kind: int) -> torch.Tensor:
-    """`product` as a custom operator for compiled code: [rows, in] → [rows, outputs]."""
-    return product(x, panels, bias, outputs, kind)
+@torch.library.custom_op("segue::rounded_gemm", mutates_args=())
+def rounded_gemm(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor, outputs: int, kind: int) -> torch.Tensor:
+    """`gemm` as a custom operator for compiled code: [rows, in] → [rows, outputs]."""
+    return gemm(x, panels, bias, outputs, kind)
 
 
-@rounded_product.register_fake
+@rounded_gemm.register_fake
 def _shape(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor, outputs: int, kind: int) -> torch.Tensor:
     return x.new_empty(len(x), outputs)
 
@@ -75,7 +75,7 @@ class RoundedLinear(QuantizedLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] → [..., out_features]."""
         rows = x.reshape(-1, self.in_features).float()
-        made = rounded_product if torch.compiler.is_compiling() else product
+        made = rounded_gemm if torch.compiler.is_compiling() else gemm
         y = made(rows, self.panels, self.bias, self.out_features, self.kind)
         return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
 

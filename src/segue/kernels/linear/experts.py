@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 
-from segue.kernels.linear.linear import laid_out, packed_product
+from segue.kernels.linear.linear import laid_out, packed_gemm
 
 PACKED_EXPERTS = "segue_packed"
 """The experts implementation that a decoder is set to when its experts are packed."""
@@ -48,7 +48,7 @@ class _Packed(nn.Module):
     def of(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         """[rows, in] → [rows, out]."""
         weight = self.get_buffer(f"weight{expert}")
-        return packed_product(x, weight, self._buffers[f"bias{expert}"], self.out_features)
+        return packed_gemm(x, weight, self._buffers[f"bias{expert}"], self.out_features)
 
 
 def pack_experts(root: nn.Module, rows: int) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import linear as wide_product
+from torch.nn.functional import linear as wide_gemm
 
 from segue.kernels.cpu_kernels import cpu_kernels
 from segue.kernels.linear.layers import QuantizedLinear
@@ -121,15 +121,15 @@ class GroupedLinear(QuantizedLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] → [..., out_features]."""
         if self.panels is None:
-            return wide_product(x, self.weight.to(x.dtype), self.bias)
+            return wide_gemm(x, self.weight.to(x.dtype), self.bias)
         assert self._compiled is not None
         assert self.bias is not None
         rows = x.reshape(-1, self.in_features).float()
         if self.order is not None:
             rows = rows.index_select(1, self.order)
         group = self.in_features // self.groups
-        product = torch.ops.segue.grouped_product if torch.compiler.is_compiling() else self._compiled.grouped_product
-        y = product(rows, self.panels, self.bias, self.out_features, self.kind, group)
+        gemm = torch.ops.segue.grouped_gemm if torch.compiler.is_compiling() else self._compiled.grouped_gemm
+        y = gemm(rows, self.panels, self.bias, self.out_features, self.kind, group)
         return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
 
 

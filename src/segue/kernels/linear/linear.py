@@ -42,8 +42,8 @@ ms)."""
 def packed_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int, gelu: str | None = None
 ) -> torch.Tensor:
-    """`packed_product` as a custom operator for compiled code, which has no packed weights: [..., in] → [..., out]."""
-    return packed_product(x, weight, bias, out_features, gelu)
+    """`packed_gemm` as a custom operator for compiled code, which has no packed weights: [..., in] → [..., out]."""
+    return packed_gemm(x, weight, bias, out_features, gelu)
 
 
 @packed_linear.register_fake
@@ -78,11 +78,11 @@ class PackedLinear(PreparedLinear):
             raise RuntimeError(f"a layer of {self.in_features} inputs got an input of shape {list(x.shape)}")
         if torch.compiler.is_compiling():
             return packed_linear(x, self.weight, self.bias, self.out_features, self.gelu)
-        return packed_product(x, self.weight, self.bias, self.out_features, self.gelu)
+        return packed_gemm(x, self.weight, self.bias, self.out_features, self.gelu)
 
 
 def laid_out(weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Lay out a weight [out, in] and its bias [out] for `packed_product`: in panels for compiled kernels, else in
+    """Lay out a weight [out, in] and its bias [out] for `packed_gemm`: in panels for compiled kernels, else in
     oneDNN's layout for `rows` as the usual rows per call."""
     compiled = cpu_kernels()
     if compiled is None:
@@ -90,7 +90,7 @@ def laid_out(weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> tupl
     return compiled.laid_out(weight, bias)
 
 
-def packed_product(
+def packed_gemm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int, gelu: str | None = None
 ) -> torch.Tensor:
     """[..., in] → [..., out], with a weight and bias from `laid_out`; `gelu` as in `PackedLinear`."""
@@ -98,7 +98,7 @@ def packed_product(
         compiled = cpu_kernels()
         assert compiled is not None
         assert bias is not None
-        return compiled.panel_product(x, weight, bias, out_features, gelu)
+        return compiled.panel_gemm(x, weight, bias, out_features, gelu)
     if gelu is not None:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], gelu)
     inputs = x.shape[-1]

@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn.functional import linear as product
+from torch.nn.functional import linear as gemm
 
 from segue.kernels.cpu_kernels import cpu_kernels
 from segue.kernels.linear.grouped_linear import GroupedLinear
@@ -100,7 +100,7 @@ class Bfloat16Linear(QuantizedLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] → [..., out_features]."""
-        y = product(x.bfloat16(), self.held).to(x.dtype)
+        y = gemm(x.bfloat16(), self.held).to(x.dtype)
         return y if self.bias is None else y + self.bias
 
 
@@ -177,7 +177,7 @@ class StoredLinear(QuantizedLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] → [..., out_features]."""
-        return product(x, self.weight, self.bias)
+        return gemm(x, self.weight, self.bias)
 
 
 def eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

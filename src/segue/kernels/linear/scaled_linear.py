@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import linear as product
+from torch.nn.functional import linear as gemm
 
 from segue.kernels.linear.layers import QuantizedLinear
 
@@ -50,7 +50,7 @@ class CodedLinear(QuantizedLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] → [..., out_features]."""
-        return product(x, self.weight.to(x.dtype), self.bias)
+        return gemm(x, self.weight.to(x.dtype), self.bias)
 
 
 class ScaledLinear(QuantizedLinear):
@@ -93,4 +93,4 @@ class ScaledLinear(QuantizedLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] → [..., out_features]."""
-        return product(x, self.weight.to(x.dtype), self.bias)
+        return gemm(x, self.weight.to(x.dtype), self.bias)

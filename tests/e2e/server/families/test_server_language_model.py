@@ -96,7 +96,7 @@ def test_a_prompt_as_text_or_as_ids_is_one(http: httpx.Client, tokenizer: Any) -
     for choice in (*both, alone):
         assert {**choice, "index": 0, "logprobs": None} == {**both[0], "index": 0, "logprobs": None}
         assert choice["logprobs"]["tokens"] == both[0]["logprobs"]["tokens"]
-        # two prompts share a product that one has for itself: sums are rounded in another order
+        # two prompts share a GEMM that one has for itself: sums are rounded in another order
         expected = both[0]["logprobs"]["token_logprobs"][1:]
         assert choice["logprobs"]["token_logprobs"] == [None, *(pytest.approx(one, abs=1e-4) for one in expected)]
     assert alone["prompt_token_ids"] == ids

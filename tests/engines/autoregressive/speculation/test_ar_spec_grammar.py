@@ -1,4 +1,4 @@
-"""Structured output with speculation: guesses are verified under the grammar; the tokens are those of plain steps."""
+"""Structured output with speculation: drafts are verified under the grammar; the tokens are those of plain steps."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ def test_tokens_equal_plain_ones(adapter: WordAdapter, temperature: float, truth
     stats = engine.stats()
     assert stats["spec_accepted_tokens_total"] > 0
     if truth == 1.0:
-        assert len(adapter.forwards) - before < max(map(len, plain)), "guesses save steps"
+        assert len(adapter.forwards) - before < max(map(len, plain)), "drafts save steps"
         assert stats["spec_accepted_tokens_total"] == stats["spec_draft_tokens_total"]

@@ -190,7 +190,7 @@ HOUSES = st.builds(
 
 
 class Oracle:
-    """Guesses what each sequence says alone, and lies in one place of four."""
+    """Drafts what each sequence says alone, except at one place of four."""
 
     def __init__(self, known: dict[str, list[int]]) -> None:
         self.known = known

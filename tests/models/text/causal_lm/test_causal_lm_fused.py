@@ -1,4 +1,4 @@
-"""Products that are made of several layers, found in any family; the parity tests run with them."""
+"""GEMMs of several linear layers, found in any family; the parity tests run with them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_in_recorded_steps(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("kind", ["qwen2", "mixtral"])
 def test_deterministic(kind: str, tmp_path: Path) -> None:
-    """The same logits to the bit in any batch, with products of several layers and packed experts too."""
+    """The same logits to the bit in any batch, with GEMMs of several layers and packed experts too."""
     adapter = load(make(kind, tmp_path))
     alone = [Served(adapter, deterministic=True).run([prompt], 3)[0] for prompt in PROMPTS[2:4]]
     assert Served(adapter, deterministic=True).run(PROMPTS[2:4], 3) == alone

@@ -269,7 +269,7 @@ def test_patterns_of_rank_and_scale(llama: Home, tmp_path: Path) -> None:
 
 
 def test_at_once_is_one_by_one() -> None:
-    """The way of GPUs: all adapters in two products; one whose numbers overflow spoils nobody else's."""
+    """The way of GPUs: all adapters in two GEMMs; one whose numbers overflow spoils nobody else's."""
     generator = torch.Generator().manual_seed(0)
 
     def lora(name: str, *ranks: int) -> Lora:

@@ -114,7 +114,7 @@ def test_shares_of_an_adapter_add_up() -> None:
     torch.testing.assert_close(summed, whole)
     pieces = [Share(8, 10, (0, 8), ((2 * r, 2 * r + 2), (4 + 3 * r, 7 + 3 * r))).of(pair) for r in range(2)]
     first, second = ((x @ own.down.T) @ own.up.T for own in pieces)
-    # not to the bit: how a product is summed depends on how wide it is
+    # not to the bit: the order of summation in a GEMM depends on its width
     torch.testing.assert_close(torch.cat([first[:, :2], second[:, :2], first[:, 2:], second[:, 2:]], dim=1), whole)
     padded = Share(8, 10, (0, 8), ((7, 10),), padding=4).of(pair)
     assert padded.up.shape == (7, 3)

@@ -39,7 +39,7 @@ from segue.models.text.causal_lm.llm import LLM
 
 KINDS = ("llama", "gpt2", "qwen3-moe")
 WITHIN = {"bfloat16": 0.05, "int8": 0.3, "fp8": 0.4, "int4": 0.65}
-"""Of tiny random models, which make ten times as much of an error as a single product has: the difference of all logits
+"""Of tiny random models, which make ten times as much of an error as a single GEMM has: the difference of all logits
 of a text over the logits, as norms."""
 PROMPTS = prompts()[:20]
 TOKENS = 10

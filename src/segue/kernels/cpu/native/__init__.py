@@ -212,7 +212,7 @@ def halves_are_tiled(inputs: int) -> bool:
     return compiled is not None and compiled.number == TILED and inputs % 32 == 0
 
 
-def product(
+def gemm(
     x: torch.Tensor,
     panels: torch.Tensor,
     bias: torch.Tensor,

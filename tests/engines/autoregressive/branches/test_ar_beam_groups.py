@@ -124,7 +124,7 @@ families = st.lists(
         {
             "prompt": st.integers(1, 14),
             "count": st.integers(1, 4),
-            "gang": st.booleans(),
+            "beams": st.booleans(),
             "output": st.integers(1, 9),
             "priority": st.integers(0, 2),
             "start": st.integers(0, 8),
@@ -150,7 +150,7 @@ def test_blocks_are_conserved(wanted, num_blocks, max_batch, max_tokens, windows
                 )
                 root.width = request["count"]
                 total = request["prompt"] + request["output"]
-                alive[place] = Family(request["prompt"], request["count"], request["gang"], root, total, [root])
+                alive[place] = Family(request["prompt"], request["count"], request["beams"], root, total, [root])
                 scheduler.add(root)
             if request["cancel"] is not None and step == request["start"] + request["cancel"]:
                 family = alive.pop(place, None)

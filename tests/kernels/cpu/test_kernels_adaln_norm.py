@@ -1,4 +1,4 @@
-"""Norms that are modulated against torch's operators, for every kind of vectors that this CPU has."""
+"""Norms with adaLN modulation equal torch's operators, with every instruction set of this CPU."""
 
 from __future__ import annotations
 
