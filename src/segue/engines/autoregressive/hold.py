@@ -44,7 +44,6 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -62,22 +61,15 @@ def turn_seed(seed: int, turn: int) -> int:
     return (seed + turn * _SEED_STEP) % 2**64
 
 
-class Piece(NamedTuple):
-    """A piece of a request's input that has arrived."""
-
-    prompt: Prompt
-    then: Then
-
-
 @dataclass(slots=True)
-class Part:
+class Piece:
     """A piece of the input in its sequence, and the units generated after it."""
 
     prompt: Prompt
     start: int
     """Place in the sequence of its first token."""
     base: int
-    """Position of its first token: 0, or the one after the part before it."""
+    """Position of its first token: 0, or the one after the piece before it."""
     own: np.ndarray | None
     """[axes, T] int64: positions relative to `base`, if the prompt has any."""
     codes: list[list[int]] = field(default_factory=list)
@@ -107,12 +99,12 @@ class Part:
         return self.base != self.start or self.own is not None or bool(self.prompt.position_delta)
 
 
-class Parts:
-    """The parts of a sequence, in order."""
+class Pieces:
+    """The pieces of a sequence, in order."""
 
     def __init__(self, axes: int) -> None:
         self._axes = axes
-        self._parts: list[Part] = []
+        self._pieces: list[Piece] = []
         self._starts: list[int] = []
         self.input_tokens = 0
         """Tokens of all pieces."""
@@ -120,57 +112,57 @@ class Parts:
         """The ids represent all of the input: no piece has its own embeddings."""
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._pieces)
 
     @property
-    def first(self) -> Part:
-        return self._parts[0]
+    def first(self) -> Piece:
+        return self._pieces[0]
 
     @property
-    def last(self) -> Part:
-        return self._parts[-1]
+    def last(self) -> Piece:
+        return self._pieces[-1]
 
     def add(self, prompt: Prompt, start: int) -> None:
         """Add a piece that begins at place `start`, the end of the sequence so far."""
         base = start
-        if self._parts:
+        if self._pieces:
             last = self.last
             base = last.base + start - last.start + last.prompt.position_delta
         own = None if prompt.positions is None else prompt.positions.cpu().numpy()
-        self._parts.append(Part(prompt, start, base, own))
+        self._pieces.append(Piece(prompt, start, base, own))
         self._starts.append(start)
         self.input_tokens += len(prompt.token_ids)
         self.plain = self.plain and prompt.embeds is None
 
-    def within(self, start: int, stop: int) -> Iterator[tuple[Part, int, int]]:
-        """The parts of tokens [start, stop) of the sequence, each with its range in tokens from its own first."""
+    def within(self, start: int, stop: int) -> Iterator[tuple[Piece, int, int]]:
+        """The pieces of tokens [start, stop) of the sequence, each with its range in tokens from its own first."""
         place = bisect_right(self._starts, start) - 1
         while start < stop:
-            part = self._parts[place]
+            piece = self._pieces[place]
             place += 1
-            end = min(stop, self._starts[place]) if place < len(self._parts) else stop
-            yield part, start - part.start, end - part.start
+            end = min(stop, self._starts[place]) if place < len(self._pieces) else stop
+            yield piece, start - piece.start, end - piece.start
             start = end
 
     def positions(self, start: int, stop: int) -> np.ndarray:
         """[axes, stop - start] int64: rotary positions of tokens [start, stop) of the sequence."""
-        pieces = [part.positions(first, last, self._axes) for part, first, last in self.within(start, stop)]
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+        found = [piece.positions(first, last, self._axes) for piece, first, last in self.within(start, stop)]
+        return found[0] if len(found) == 1 else np.concatenate(found, axis=1)
 
     def identity(self, start: int, stop: int, ids: Seq[int]) -> bytes:
         """Identity of tokens [start, stop), whose ids are in `ids`; equal only if K, V and captured rows are equal."""
         items: list[int | bytes] = []
         moved = False
-        for part, first, last in self.within(start, stop):
-            prompt, length = part.prompt, part.length
+        for piece, first, last in self.within(start, stop):
+            prompt, length = piece.prompt, piece.length
             known = prompt.token_ids if prompt.identity is None else prompt.identity
             items += known[first : min(last, length)]
             begin = max(first, length)
-            if part.codes:
-                items += [row_identity(row) for row in part.codes[begin - length : max(0, last - length)]]
+            if piece.codes:
+                items += [row_identity(row) for row in piece.codes[begin - length : max(0, last - length)]]
             else:
-                items += ids[part.start + begin : part.start + last]
-            moved |= part.moved
+                items += ids[piece.start + begin : piece.start + last]
+            moved |= piece.moved
         text = b"".join(b"b%d:%b" % (len(item), item) if isinstance(item, bytes) else b"i%d," % item for item in items)
         return text + self.positions(start, stop).tobytes() if moved else text
 
@@ -178,8 +170,8 @@ class Parts:
     def modality_tokens(self) -> dict[str, int]:
         """Input tokens per modality."""
         counts: dict[str, int] = {}
-        for part in self._parts:
-            for kind, count in part.prompt.modality_tokens.items():
+        for piece in self._pieces:
+            for kind, count in piece.prompt.modality_tokens.items():
                 counts[kind] = counts.get(kind, 0) + count
         return counts
 

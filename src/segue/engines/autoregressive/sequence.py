@@ -15,7 +15,7 @@ from segue.engines.autoregressive.cache.blocks import block_hash, chain_root
 from segue.engines.autoregressive.contract import AutoregressiveModel, EndsByRow, Fed, Prompt, Then
 from segue.engines.autoregressive.grammar.after_thoughts import AfterThoughts
 from segue.engines.autoregressive.grammar.grammar import Compilation, Form
-from segue.engines.autoregressive.hold import Parts, Piece, check_open, turn_seed
+from segue.engines.autoregressive.hold import Pieces, check_open, turn_seed
 from segue.engines.autoregressive.sample.detokenize import Detokenizer, StopStrings
 from segue.engines.autoregressive.sample.logprobs import output_wanted, prompt_wanted
 from segue.engines.autoregressive.sample.penalties import bad_words
@@ -126,13 +126,13 @@ class Sequence:
         self.job = Job(key, rank, tenant=request.request.tenant, share=request.request.share)
         kept = model.kv.states
         self.job.entire = kept is not None and not kept.continues
-        self.input = Parts(model.axes)
+        self.input = Pieces(model.axes)
         self.prompt_length = 0
         """Tokens before the units of the current turn: the prompt, if it has one piece."""
         self.ids: list[int] = []
         """Tokens of the input and generated ones."""
-        self._queue: deque[Piece] = deque()
-        """Pieces that arrived while a turn drew."""
+        self._queue: deque[tuple[Prompt, Then]] = deque()
+        """Pieces that arrived while a turn drew, and what follows each."""
         self.then = Then.END
         """What follows the last piece."""
         self.holds = False
@@ -297,7 +297,7 @@ class Sequence:
             self._give(fed.prompt, longest)
         if fed.prompt is not None:
             # of a request that returns, more may belong to this visit: `end_input` says when it is complete
-            self._take(Piece(fed.prompt, Then.HOLD if self.request.returns else fed.then), longest)
+            self._take(fed.prompt, Then.HOLD if self.request.returns else fed.then, longest)
         elif fed.closed and not self.request.returns:
             self._close(Then.END)
         self.job.parked, self.job.since = False, None
@@ -329,23 +329,23 @@ class Sequence:
             self._unused.popleft()
         return len(self._queue) + (len(self._unused) if len(self.input) else 0)
 
-    def _take(self, piece: Piece, longest: int) -> None:
+    def _take(self, prompt: Prompt, then: Then, longest: int) -> None:
         """Take a piece of the input, or queue it while a turn draws."""
-        if len(self.input) and (self._queue[-1].then if self._queue else self.then) is Then.END:
+        if len(self.input) and (self._queue[-1][1] if self._queue else self.then) is Then.END:
             raise StageFailed("a piece of input came after the last one", stage=self.request.stage)
-        if self.model.conditioned and (len(self.input) or piece.then is not Then.END):
+        if self.model.conditioned and (len(self.input) or then is not Then.END):
             raise StageFailed("a stage that is conditioned on rows takes one prompt", stage=self.request.stage)
-        check_open(self.request.stage, self.request.sampling, piece.then)
+        check_open(self.request.stage, self.request.sampling, then)
         self._longest = min(self._longest, longest) if len(self.input) else longest
         if len(self.input) and not self.holds:
-            self._queue.append(piece)
+            self._queue.append((prompt, then))
         else:
-            self._begin(piece)
+            self._begin(prompt, then)
 
     def _close(self, then: Then) -> None:
         """Take the end of the input: `then` follows the last piece."""
         if self._queue:
-            self._queue[-1] = Piece(self._queue[-1].prompt, then)
+            self._queue[-1] = (self._queue[-1][0], then)
         elif not len(self.input):
             raise InvalidRequest("the input was closed without a token; append at least one", field="append")
         elif self.then is Then.HOLD:
@@ -357,9 +357,9 @@ class Sequence:
         else:
             self.then = then
 
-    def _begin(self, piece: Piece) -> None:
-        """Add a piece to the known tokens, and begin to draw after it unless it says to hold."""
-        prompt, stage, start = piece.prompt, self.request.stage, len(self.ids)
+    def _begin(self, prompt: Prompt, then: Then) -> None:
+        """Add a piece to the known tokens, and begin to draw after it unless the sequence is to hold."""
+        stage, start = self.request.stage, len(self.ids)
         length = start + len(prompt.token_ids)
         if not prompt.token_ids:
             raise InvalidRequest("the prompt is empty; send at least one token", field="messages")
@@ -377,8 +377,8 @@ class Sequence:
         self.job.bidirectional += tuple((start + first, start + last) for first, last in prompt.bidirectional)
         self.job.appended += length - start if start else 0
         self.shareable = self.shareable and (prompt.identity is None or bool(prompt.identity))
-        self.then, self.holds = piece.then, piece.then in (Then.HOLD, Then.LEND)
-        self.job.lent = piece.then is Then.LEND
+        self.then, self.holds = then, then in (Then.HOLD, Then.LEND)
+        self.job.lent = then is Then.LEND
         if not self.holds:
             self._begin_turn()
 
@@ -428,7 +428,7 @@ class Sequence:
         self.turns.append(end)
         self.holds = True
         while self._queue and self.holds:
-            self._begin(self._queue.popleft())
+            self._begin(*self._queue.popleft())
 
     def go_on(self, resume: Seq[Unit]) -> None:
         """Take the tokens of an earlier attempt, except the last, which is taken as if it were sampled."""
@@ -447,7 +447,7 @@ class Sequence:
         """Continue from the end of the prompt of `parent`, which both sequences share."""
         assert parent.prompt is not None
         self.shareable = parent.shareable
-        self._take(Piece(parent.prompt, Then.END), parent.most + parent.prompt_length)
+        self._take(parent.prompt, Then.END, parent.most + parent.prompt_length)
         self.job.hashes = parent.job.hashes[:]
         self.job.paused = parent.job.paused
         self.refresh(block_size)

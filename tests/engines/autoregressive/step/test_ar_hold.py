@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import Fed, Prompt, Then
 from segue.engines.autoregressive.engine import AutoregressiveEngine
-from segue.engines.autoregressive.hold import Parts, turn_seed
+from segue.engines.autoregressive.hold import Pieces, turn_seed
 from segue.engines.autoregressive.speculation.ngram import NgramDrafter
 from segue.engines.autoregressive.speculation.speculation import Speculation
 from segue.engines.contract import Payload, StageOutput
@@ -421,7 +421,7 @@ def test_nothing_follows_the_last_piece() -> None:
 
 
 def test_positions_of_a_piece_count_from_the_end_of_what_was_before() -> None:
-    parts = Parts(3)
+    parts = Pieces(3)
     own = torch.tensor([[0, 1, 1, 2], [0, 1, 1, 2], [0, 1, 2, 2]])
     parts.add(Prompt([1, 2, 3, 4], positions=own, position_delta=-1), 0)  # 3 positions for 4 tokens
     parts.add(Prompt([5, 6]), 6)  # after 2 units, at positions 3 and 4
