@@ -233,6 +233,11 @@ class PagedStep:
     slots: torch.Tensor
     """[tokens] long: the slot of each token's K, V and captured row."""
 
+    @property
+    def groups(self) -> list[PagedStep]:
+        """The step from the view of each group of layers."""
+        return [self]
+
     def of(self, layer: int) -> PagedStep:
         """The step from the view of this layer."""
         return self
@@ -280,6 +285,12 @@ class HybridStep:
     def of(self, layer: int) -> PagedStep:
         """The step from the view of this layer."""
         return self.groups[self.group_of[layer]]
+
+
+def joined(groups: list[PagedStep], group_of: Sequence[int]) -> PagedStep | HybridStep:
+    """The keyword argument `paged` of a decoder's forward, from the view of each group of layers on a step. `group_of`
+    [layers]."""
+    return groups[0] if len(groups) == 1 else HybridStep(groups, group_of)
 
 
 def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

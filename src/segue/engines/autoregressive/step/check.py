@@ -24,6 +24,7 @@ from segue.kernels.attention.paged_step import (
     HybridStep,
     PagedStep,
     Part,
+    joined,
     paged_step,
     step_order,
     within_chunks,
@@ -147,7 +148,7 @@ def _run_flat(
             paged_step(store, [piece for _, part in parts for piece in _moved(part, back, group * blocks, size)])
             for group, back in enumerate(layout.windows)
         ]
-        paged = groups[0] if len(groups) == 1 else HybridStep(groups, layout.group_of)
+        paged = joined(groups, layout.group_of)
         stretches = [Stretch(which, part.start, part.stop) for which, part in parts]
         hidden = _forward(
             model,

@@ -139,7 +139,7 @@ class Completion:
     def _undo(self, sequence: Sequence, run: Run, attention: PagedStep | HybridStep, rows: slice) -> None:
         """Undo a run with drafts that gave NaN: a wrong draft may cause it, and even masked it spoils earlier tokens.
         The next step recomputes them without drafts. `rows`: of the flat batch."""
-        for group in attention.groups if isinstance(attention, HybridStep) else [attention]:
+        for group in attention.groups:
             self._store.scrub_slots(group.slots[rows])
         if sequence.job.slot is None:
             self._scheduler.advance(sequence.job, run.start, publish=False)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveModel, FlatBatch, Recordable
-from segue.kernels.attention.paged_step import HybridStep, PagedStep, StepTables
+from segue.kernels.attention.paged_step import PagedStep, StepTables, joined
 from segue.kernels.graphs.replay import Capture, NotRecordable, TooLarge, capture_on
 from segue.kernels.kv.store import KVStore
 
@@ -132,8 +132,7 @@ class DecodeGraphs:
     def run(self, embeds: torch.Tensor, batch: FlatBatch) -> Forward | None:
         """The result of `model.forward` (hidden states: valid until the next call); None if the step has more than one
         token of a sequence, prompts with extras, LoRA adapters, or too many sequences."""
-        attention: PagedStep | HybridStep = batch.attention
-        groups = attention.groups if isinstance(attention, HybridStep) else [attention]
+        groups: list[PagedStep] = batch.attention.groups
         count = len(groups[0].parts)
         single = all(len(step.parts) == len(embeds) for step in groups)
         if not single or _not_recorded(batch):
@@ -199,7 +198,7 @@ class DecodeGraphs:
         )
         positions = torch.zeros(model.axes, size, dtype=torch.long, device=device)
         groups = [self._fixed(size, group) for group in range(self._store.layout.groups)]
-        attention = groups[0] if len(groups) == 1 else HybridStep(groups, self._store.layout.group_of)
+        attention = joined(groups, self._store.layout.group_of)
         batch = FlatBatch(ids, None, positions, attention, [(None, 0, 1)] * size)
 
         def run() -> Forward:

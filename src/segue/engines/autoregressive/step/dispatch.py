@@ -20,7 +20,15 @@ from segue.engines.autoregressive.step.active import ActiveSequences
 from segue.engines.autoregressive.step.advance import Advance
 from segue.engines.autoregressive.step.decode_graphs import DecodeGraphs
 from segue.engines.autoregressive.step.inputs import flat_batch
-from segue.kernels.attention.paged_step import HybridStep, PagedStep, Part, paged_step, step_order, within_chunks
+from segue.kernels.attention.paged_step import (
+    HybridStep,
+    PagedStep,
+    Part,
+    joined,
+    paged_step,
+    step_order,
+    within_chunks,
+)
 from segue.kernels.kv.layout import KVLayout
 from segue.kernels.kv.states import StateStore, Stretch, state_step
 from segue.kernels.kv.store import KVStore
@@ -93,7 +101,7 @@ class Dispatcher:
             )
             for group in range(self._store.layout.groups)
         ]
-        attention = groups[0] if len(groups) == 1 else HybridStep(groups, self._store.layout.group_of)
+        attention = joined(groups, self._store.layout.group_of)
         return StepInFlight({active[run.job.key]: run for run in ordered}, attention)
 
     def run(self, step: StepInFlight, before: Drawn | None) -> None:
