@@ -1,15 +1,12 @@
-"""Checkpoints of heads in their published layouts, trained on the spot until they guess well on a few texts."""
+"""Heads trained on the spot until they draft well on a few texts."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from ar_adapter import TinyAdapter
-from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
 from segue.engines.autoregressive.contract import FlatBatch
@@ -44,7 +41,7 @@ def hidden_states(adapter: TinyAdapter, ids: Sequence[int]) -> torch.Tensor:
 def train_chain(
     head: ChainHead, network: torch.nn.Module, adapter: TinyAdapter, texts: Sequence[Sequence[int]]
 ) -> None:
-    """Adam on the texts, two guesses deep: from the target's hidden states, and from the head's own."""
+    """Adam on the texts, two drafts deep: from the target's hidden states, and from the head's own."""
     network.requires_grad_(True)
     adapter.model.requires_grad_(False)
     optimiser = torch.optim.Adam(network.parameters(), lr=4e-3)
@@ -97,63 +94,6 @@ def train_parallel(
         optimiser.step()
     for weight in weights.values():
         weight.requires_grad_(False)
-
-
-def random_tensors(shapes: dict[str, Sequence[int]], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Gains are 1, biases 0, matrices keep the variance of what goes through them."""
-    generator = torch.Generator().manual_seed(seed)
-    made = {}
-    for name, shape in shapes.items():
-        if len(shape) == 1:
-            made[name] = torch.full(tuple(shape), 1.0 if name.endswith("weight") else 0.0)
-        else:
-            made[name] = torch.randn(tuple(shape), generator=generator) * shape[-1] ** -0.5
-    return made
-
-
-def layer_shapes(prefix: str, hidden: int, *, wide: int = 1, norm: bool = True) -> dict[str, list[int]]:
-    """A Llama layer with half as many heads for keys and values."""
-    kv = hidden // 2
-    shapes = {
-        f"{prefix}self_attn.q_proj.weight": [hidden, hidden * wide],
-        f"{prefix}self_attn.k_proj.weight": [kv, hidden * wide],
-        f"{prefix}self_attn.v_proj.weight": [kv, hidden * wide],
-        f"{prefix}self_attn.o_proj.weight": [hidden, hidden],
-        f"{prefix}mlp.gate_proj.weight": [64, hidden],
-        f"{prefix}mlp.up_proj.weight": [64, hidden],
-        f"{prefix}mlp.down_proj.weight": [hidden, 64],
-        f"{prefix}post_attention_layernorm.weight": [hidden],
-    }
-    if norm:
-        shapes[f"{prefix}input_layernorm.weight"] = [hidden]
-    return shapes
-
-
-def eagle_config(hidden: int, vocab: int, **more: Any) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLMEagle"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 1,
-        "vocab_size": vocab,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        **more,
-    }
-
-
-def write(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any] | None = None) -> Path:
-    """`model.safetensors` and `config.json`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
-    if config is not None:
-        (directory / "config.json").write_text(json.dumps(config))
-    return directory
 
 
 def renamed(network: torch.nn.Module, name: Callable[[str], str]) -> dict[str, torch.Tensor]:

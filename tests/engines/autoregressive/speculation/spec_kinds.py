@@ -10,8 +10,9 @@ import pytest
 import torch
 from ar_adapter import HIDDEN, VOCAB, TinyAdapter, generate, tiny_model
 from ar_speculation import PROMPTS, TOKENS
-from spec_heads import eagle_config, layer_shapes, random_tensors, renamed, train_chain, train_parallel, write
+from spec_heads import renamed, train_chain, train_parallel
 
+from head_files import eagle_config, layer_shapes, random_tensors, write
 from segue.engines.autoregressive.speculation.drafter import Drafter
 from segue.engines.autoregressive.speculation.heads import ChainDrafter, HeadsDrafter
 from segue.engines.autoregressive.speculation.model import ModelDrafter
@@ -87,7 +88,7 @@ DRAFT_VOCAB = 90
 
 
 def eagle3_tensors() -> dict[str, torch.Tensor]:
-    """`d2t`: ids from 7 on are told by an offset, the others by none; `t2d`, which only training needs."""
+    """`d2t`: ids from 7 on have an offset, the others none; `t2d`, which only training needs."""
     shapes = layer_shapes("midlayer.", HIDDEN, wide=2)
     shapes |= {
         "midlayer.hidden_norm.weight": [HIDDEN],

@@ -12,9 +12,10 @@ import spec_kinds
 import torch
 from ar_adapter import HIDDEN, VOCAB, Driver, TinyAdapter, generate, prompts, stage_request, tiny_model
 from ar_speculation import CONDITIONS, PROMPTS, SAMPLINGS, TOKENS, batched, plainly, preempted, serve, speculating
-from spec_heads import eagle_config, hidden_states, layer_shapes, random_tensors, whole, write
+from spec_heads import hidden_states, whole
 from spec_kinds import chain, eagle1_tensors, eagle3_tensors, medusa_tensors, mtp_tensors
 
+from head_files import eagle_config, layer_shapes, random_tensors, write
 from segue.engines.autoregressive.speculation.cache import DraftCache, Span
 from segue.engines.autoregressive.speculation.drafter import Drafter
 from segue.engines.autoregressive.speculation.model import ModelDrafter
@@ -99,7 +100,7 @@ def test_draws_follow_the_target_distribution(adapter, kind, drawn):
     """Chi-square of three tokens over many seeds, against plain sampling with as many others (two samples): so it does
     not hang on both drawing with the same numbers."""
     drafter = kind.make()
-    # what looks back guesses by chance, among few: whatever is drawn has been there before
+    # prompt lookup is right by chance, among few tokens: each that is drawn has occurred before
     prompt = PROMPTS[0] if not isinstance(drafter, NgramDrafter) else [FEW[token % 4] for token in PROMPTS[4]]
     drive = speculating(adapter, drafter, tokens=2, **SIZES)
     ours, plain = _triples(drive, prompt, range(COUNT)), drawn(tuple(prompt))

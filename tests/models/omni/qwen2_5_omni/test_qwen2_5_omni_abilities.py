@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from eagle_head import eagle_drafts
 from packed_files import Packed, awq, compressed, copied, write
 from qwen2_5_omni_family import (
     CASES,
@@ -245,6 +246,19 @@ def test_ngram_drafts(
     pipeline = Pipeline(encoder, thinker, talker, speculation=speculation)
     assert twice(pipeline, asks(tiny_dir)) == expected
     stats = pipeline.thinker.stats()
+    assert 0 < stats["spec_accepted_tokens_total"] < stats["spec_draft_tokens_total"]
+
+
+def test_drafts_of_an_eagle_head(
+    tiny_dir: Path, encoder: Encoder, talker: Talker, expected: list[Codes], tmp_path: Path
+) -> None:
+    thinker = Thinker(context(tiny_dir, "thinker"))  # one of its own: the head hooks its layers
+    replies = [reply for reply, _ in expected]
+    drafts = eagle_drafts(graph({}), context(tiny_dir, "thinker"), thinker, tmp_path, replies, num_blocks=400)
+    pipeline = Pipeline(encoder, thinker, talker, speculation=drafts)
+    assert twice(pipeline, asks(tiny_dir)) == expected
+    stats = pipeline.thinker.stats()
+    assert stats["spec_active"] == 1
     assert 0 < stats["spec_accepted_tokens_total"] < stats["spec_draft_tokens_total"]
 
 

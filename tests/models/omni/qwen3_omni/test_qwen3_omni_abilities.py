@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from eagle_head import eagle_drafts
 from packed_files import copied
 from qwen3_omni_family import BY_NAME, Case, Speech, Stages, context, expected_speech
 from rank_process import Second
@@ -21,6 +22,7 @@ from segue.engines.autoregressive.speculation.speculation import Speculation
 from segue.graph.deployment.options import LoraPlan
 from segue.messages.errors import NotFound
 from segue.models.omni.qwen3_omni import loading
+from segue.models.omni.qwen3_omni.graph import graph
 from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeForConditionalGeneration
 from segue.models.omni.qwen3_omni.talker import Talker
 from segue.models.omni.qwen3_omni.thinker import Thinker
@@ -137,6 +139,19 @@ def test_ngram_drafts(stages: Stages, talker: Talker, expected: Said) -> None:
     assert twice(speech) == expected
     stats = speech.thinker.stats()
     assert stats["spec_accepted_tokens_total"] < stats["spec_draft_tokens_total"]
+
+
+def test_drafts_of_an_eagle_head(
+    tiny_dir: Path, stages: Stages, talker: Talker, expected: Said, tmp_path: Path
+) -> None:
+    thinker = Thinker(context(tiny_dir, "thinker"))  # one of its own: the head hooks its layers
+    replies = [reply for reply, _ in expected.values()]
+    drafts = eagle_drafts(graph({}), context(tiny_dir, "thinker"), thinker, tmp_path, replies, num_blocks=400)
+    speech = Speech(with_thinker(stages, thinker), talker, drafts)
+    assert twice(speech) == expected
+    stats = speech.thinker.stats()
+    assert stats["spec_active"] == 1
+    assert 0 < stats["spec_accepted_tokens_total"] < stats["spec_draft_tokens_total"]
 
 
 # --- the published shape ---------------------------------------------------------------------------------------------

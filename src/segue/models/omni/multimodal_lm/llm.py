@@ -71,6 +71,7 @@ class LLM:
         """The bidirectional spans of media."""
         self._decoder = self._paged(ctx, model)
         self.lora = self._decoder.lora
+        self.library_decoder = self._decoder.model
         self._tokenizer = load_tokenizer(ctx.model_dir)
         self.vocabulary = vocabulary_of(self._tokenizer)
         self.device = self._decoder.device
