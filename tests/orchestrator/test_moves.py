@@ -193,7 +193,7 @@ def idle_moves(shares: dict[str, float]) -> tuple[Moves, Replicas, Recorded]:
     stages: dict[str, Any] = {name: {"memory_share": share} for name, share in shares.items()}
     stages["thinker"]["replicas"] = 2
     plan = load_plan(graph, {"stages": stages}, hardware=Hardware(2, 1 << 34))
-    replicas = Replicas(plan.groups, {name: stage.replicas for name, stage in plan.stages.items()})
+    replicas = Replicas(plan.groups, plan.stages)
     for replica in replicas.all:
         replica.incarnation, replica.state = 1, "ready"
     processes = Recorded()

@@ -116,7 +116,7 @@ class Routed:
     stats: dict[str, Stats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.replicas = Replicas(self.plan.groups, {name: stage.replicas for name, stage in self.plan.stages.items()})
+        self.replicas = Replicas(self.plan.groups, self.plan.stages)
         for replica in self.replicas.all:
             replica.incarnation, replica.state = 1, "ready"
         self.router = Router(self.plan, self.replicas, self.requests, self.stats)

@@ -126,7 +126,7 @@ StageModel = Any
 
 
 @dataclass(slots=True)
-class Fused:
+class SameWorker:
     """The stages that share a worker. Each is built after those upstream of it, and may use what they have built."""
 
     stages: frozenset[str] = frozenset()
@@ -156,7 +156,7 @@ class LoadContext:
     """The deployment's own options for this stage, e.g. the vocoder's look-ahead."""
     progress: Callable[[float, str], None] = lambda fraction, what: None
     """Reports loading progress: the fraction done, and the current activity."""
-    beside: Fused = field(default_factory=Fused)
+    same_worker: SameWorker = field(default_factory=SameWorker)
     """The stages of its worker."""
 
 

@@ -19,7 +19,7 @@ from segue.connectors.cuda import cuda_memory
 from segue.connectors.device import DeviceMemory
 from segue.connectors.segment import PAGE
 from segue.engines.autoregressive.contract import LoraHost, TakesLora
-from segue.engines.contract import Fused, HasVoices, LoadContext, StageModel, StageModelFactory
+from segue.engines.contract import HasVoices, LoadContext, SameWorker, StageModel, StageModelFactory
 from segue.graph.deployment.deployment import EdgePlan, Limits
 from segue.graph.deployment.stage_plan import StagePlan
 from segue.graph.kinds.registry import plan_from
@@ -81,7 +81,7 @@ def build(
     stages: dict[str, StageRunner] = {}
     facts: dict[str, StageFacts] = {}
     shared_bytes = 0
-    beside = Fused(frozenset(own_name(plan.name) for plan in plans))
+    same_worker = SameWorker(frozenset(own_name(plan.name) for plan in plans))
     for number, plan in enumerate(plans):
 
         def progress(fraction: float, what: str, number: int = number, name: str = plan.name) -> None:
@@ -90,7 +90,7 @@ def build(
         progress(0.0, "loading")
         context = load_context(spec, plan)
         context.progress = progress
-        context.beside = beside
+        context.same_worker = same_worker
         if is_input(plan.name):
             context.options["limits"] = _media_limits(limits)
             context.options["output_limits"] = _output_limits(limits)
@@ -115,7 +115,7 @@ def build(
             if own_name(target) != OUTPUT
         }
         engine = kind.build(plan, model, context, host if ranks is None else replace(host, ranks=ranks.link))
-        beside.models[own], beside.engines[own] = model, engine
+        same_worker.models[own], same_worker.engines[own] = model, engine
         progress(0.9, "warming up")
         with torch.inference_mode():
             engine.warm_up()

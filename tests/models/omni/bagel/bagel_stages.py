@@ -14,7 +14,7 @@ from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contexts.engine import ContextEngine
 from segue.engines.autoregressive.contract import AutoregressiveContext
 from segue.engines.autoregressive.engine import AutoregressiveEngine
-from segue.engines.contract import Fused, LoadContext, Payload, StageOutput, StageRequest
+from segue.engines.contract import LoadContext, Payload, SameWorker, StageOutput, StageRequest
 from segue.engines.diffusion.batch import CostTable
 from segue.engines.diffusion.contract import DenoiserContext
 from segue.engines.diffusion.engine import DiffusionConfig, DiffusionEngine
@@ -79,18 +79,19 @@ class Stages:
 
     def __init__(self, directory: Path, *, draws: bool = False) -> None:
         base = {"model_dir": directory, "device": CPU, "dtype": torch.float32}
-        self.beside = Fused(frozenset({"llm", "denoiser"} if draws else {"llm"}))
+        self.same_worker = SameWorker(frozenset({"llm", "denoiser"} if draws else {"llm"}))
         self.input = STAGE_MODELS["input"](LoadContext(stage="input", **base))
         self.encoder = STAGE_MODELS["encoder"](LoadContext(stage="encoder", **base))
-        self.llm = STAGE_MODELS["llm"](AutoregressiveContext(stage="llm", beside=self.beside, **base))
-        self.beside.models["llm"] = self.llm
+        self.llm = STAGE_MODELS["llm"](AutoregressiveContext(stage="llm", same_worker=self.same_worker, **base))
+        self.same_worker.models["llm"] = self.llm
         self.vae_encoder = STAGE_MODELS["vae_encoder"](LoadContext(stage="vae_encoder", **base)) if draws else None
         self.decoder = STAGE_MODELS["decoder"](LoadContext(stage="decoder", **base)) if draws else None
 
     def denoiser(self, engine: ContextEngine) -> Any:
         """A denoiser that reads the cache of an engine."""
-        beside = Fused(self.beside.stages, {"llm": self.llm}, {"llm": engine})
-        return STAGE_MODELS["denoiser"](DenoiserContext(Path(), "denoiser", CPU, torch.float32, beside=beside))
+        same_worker = SameWorker(self.same_worker.stages, {"llm": self.llm}, {"llm": engine})
+        context = DenoiserContext(Path(), "denoiser", CPU, torch.float32, same_worker=same_worker)
+        return STAGE_MODELS["denoiser"](context)
 
     def encoded(self, payload: Payload) -> list[tuple[str, Payload, bool]]:
         """What the encoders make of an input payload: (stage, payload, final)."""

@@ -55,7 +55,7 @@ class ReadsContexts(Protocol):
 
 
 class LendsContexts(Protocol):
-    """The engine as the stage model of another engine sees it (`Fused.engines`)."""
+    """The engine as the stage model of another engine sees it (`SameWorker.engines`)."""
 
     @property
     def store(self) -> KVStore:

@@ -91,8 +91,8 @@ class ImageDenoiser:
     weight_bytes = 0
 
     def __init__(self, ctx: DenoiserContext) -> None:
-        self._llm = cast(LLM, ctx.beside.models[READER])
-        self._contexts = cast(LendsContexts, ctx.beside.engines[READER])
+        self._llm = cast(LLM, ctx.same_worker.models[READER])
+        self._contexts = cast(LendsContexts, ctx.same_worker.engines[READER])
         self._config = self._llm.config
         self.device = self._llm.device
         marks = torch.tensor([self._llm.marks.before, self._llm.marks.behind], device=self.device)

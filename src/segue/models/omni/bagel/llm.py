@@ -52,7 +52,7 @@ class LLM:
     def __init__(self, ctx: AutoregressiveContext) -> None:
         """Raises `ConfigError` for an unreadable checkpoint."""
         self.config = config = read_config(ctx.model_dir)
-        draws = DENOISER in ctx.beside.stages
+        draws = DENOISER in ctx.same_worker.stages
         net = load_language_model(ctx, config, BOTH if draws else UNDERSTANDING)
         self._decoder = PagedDecoder(net, quantization=ctx.quantization, fused=ctx.fused)
         self._tokenizer = load_tokenizer(ctx.model_dir)
