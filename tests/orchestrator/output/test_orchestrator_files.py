@@ -122,7 +122,7 @@ def test_fifty_clients_that_do_not_read_delay_nobody(system: System) -> None:
             for one in asked:
                 queue = omni.orchestrator.requests[one.request_id].queue
                 assert queue.behind
-                assert queue.nbytes < len(undisturbed) / 3
+                assert queue.nbytes < len(undisturbed) / 2  # some was on its way when its worker was told to pause
             await kill(pid_of(omni.health(), "output"))
             assert await file_of(omni, long(omni, "quick"), LONG) == undisturbed
             stages = [stage for stats in omni.orchestrator.stats.values() for stage in stats.stages]
