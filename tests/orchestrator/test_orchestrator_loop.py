@@ -1,4 +1,4 @@
-"""A walk that returns to a stage: what comes out, whoever dies and whenever the client leaves."""
+"""A walk that returns to a stage: its output, also after kills, and what a cancelled one leaves."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def seen(value: int) -> list[int]:
     return [1 + (value * factor) % (VOCAB - 1) for factor in (1, 3, 5)]
 
 
-class _Stage:
+class _Stage(ABC):
     """Takes one payload, or rows until they end, and makes one result."""
 
     name = ""
@@ -47,8 +48,9 @@ class _Stage:
             stop_point(work.item["request"], self.name, work.item["request"].visit)
         return [Result(self.make(work.item["rows"])) for work in works]
 
+    @abstractmethod
     def make(self, rows: list[Payload]) -> Payload:
-        raise NotImplementedError
+        """The result of all rows."""
 
     def end(self, state: Any) -> None:
         pass
