@@ -12,6 +12,7 @@ from typing import Any
 from connector_peer import receive, send
 from taking import take
 
+from segue.bench.harness.process import python_path
 from segue.connectors.shm import SharedMemoryConnector
 from shm_names import abandoned
 
@@ -27,7 +28,7 @@ class Peer:
             [sys.executable, str(HERE / "connector_peer.py"), address, str(pool_bytes), str(max_bytes), device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src"), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
         )
 
     def ready(self) -> None:

@@ -1,5 +1,6 @@
 """The contract of `connectors/base.py`, for every connector: producer and consumer in one process."""
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -18,7 +19,7 @@ from segue.connectors.memfd_device import MemfdMemory
 from segue.messages.errors import StageFailed
 
 MIB = 1 << 20
-_names = (f"contract-{number}" for number in count())
+_names = (f"contract-{os.getpid()}-{number}" for number in count())
 
 
 @dataclass

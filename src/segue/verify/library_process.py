@@ -63,6 +63,7 @@ def _load(options: Options) -> Any:
 
     ensure_torchvision()
     torch.set_num_threads(options.threads)
+    torch.backends.cudnn.allow_tf32 = False  # as in Segue's workers
     module = import_module(options.module)
     for name in ("transformers", "diffusers"):  # they set their log levels on import
         if name in sys.modules:

@@ -65,6 +65,7 @@ def work_on(
             "NVIDIA_DRIVER_CAPABILITIES=compute,utility",
             field="devices",
         )
+    torch.backends.cudnn.allow_tf32 = False  # float32 is float32 in convolutions, too, as it is in products
     try:
         cuda.set_device(device)
     except (RuntimeError, AssertionError) as error:  # torch asserts that there is a driver

@@ -14,7 +14,7 @@ from segue.messages.errors import ConfigError
 BASELINES = ("one", "static")
 SIZES = ("tiny", "small", "medium")
 WORKLOADS = ("mixed", "paper")
-SHAPES = ("7b",)
+SHAPES = ("7b", "30b-a3b")
 NEEDS = ("matplotlib", "psutil")
 _ASSETS = Path(__file__).parents[4] / "assets"
 

@@ -52,7 +52,7 @@ class CrossStep:
             # query heads that share keys become further queries, so keys are not repeated
             queries = q.index_select(1, look.rows).reshape(1, keys.shape[0], -1, q.shape[2])
             mixed = scaled_dot_product_attention(queries, keys[None], values[None], scale=scaling)
-            mixed = mixed.view(heads, -1, values.shape[2]).transpose(0, 1)
+            mixed = mixed.reshape(heads, -1, values.shape[2]).transpose(0, 1)
             if out is None:
                 out = mixed.new_zeros(tokens, heads, values.shape[2])
             out.index_copy_(0, look.rows, mixed)

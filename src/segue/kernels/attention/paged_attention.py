@@ -37,6 +37,9 @@ from segue.kernels.kv.store import KVStore
 from segue.messages.errors import ConfigError
 
 NAME = "segue_paged"
+FLAT = "segue_flat"
+"""The same attention without a mask function: the library then builds no masks, and does not look in the positions for
+several sequences, which makes the host wait for the device."""
 """The `attn_implementation` a decoder is set to."""
 
 
@@ -333,7 +336,9 @@ def _under_library_mask(
     chunks = next((made.chunked for made in used if form.window is None and made.chunked), None)
     record.windows[layer] = form.window if chunks is None else chunks
     record.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
-    mixed = dense_attention(query[0], key[0], value[0], additive(mask[0, 0], query.dtype), form)
+    wide = torch.promote_types(query.dtype, torch.float32)  # the kernels' scores and softmax have 32 bits, too
+    q, k, v = (part[0].to(wide) for part in (query, key, value))
+    mixed = dense_attention(q, k, v, additive(mask[0, 0], q.dtype), form).to(query.dtype)
     return mixed.transpose(0, 1).contiguous()[None]  # some models take views of it
 
 
@@ -357,4 +362,5 @@ def paged_mask(
 
 
 AttentionInterface.register(NAME, paged_attention)
+AttentionInterface.register(FLAT, paged_attention)
 AttentionMaskInterface.register(NAME, paged_mask)

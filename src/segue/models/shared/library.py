@@ -1,6 +1,7 @@
 """The parts of transformers that the generic families use. Import them from here: torchvision may need its shim first.
 
-`PAGED` names the decoder's attention implementation; importing it registers it with transformers.
+`PAGED` names the decoder's attention implementation, `FLAT` the same without masks; importing them registers them with
+transformers.
 """
 
 # ruff: noqa: E402
@@ -37,9 +38,11 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from transformers.video_processing_utils import BaseVideoProcessor
 
+from segue.kernels.attention.paged_attention import FLAT
 from segue.kernels.attention.paged_attention import NAME as PAGED
 
 __all__ = [
+    "FLAT",
     "PAGED",
     "QUANTIZERS",
     "VERSION",

@@ -45,7 +45,7 @@ _ENTIRE = (((0, 20), (0, 38)), ((20, 21), (38, 39)), (None, (39, 40)))
 _TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}
 """Largest difference over largest value (a wrong mask gives about 1)."""
 _ROUGH = 0.1
-"""For 16-bit types."""
+"""For 16-bit types; a fifth of the tokens may differ by more, since rounding may send a token to other experts."""
 _COARSE = 0.5
 """For decoders that round activations to 8 bits with one scale for all rows of a step: 24 layers of random weights
 give 0.24."""
@@ -174,10 +174,11 @@ def _moved(part: Part, back: AttentionWindow, first: int, size: int) -> list[Par
 
 
 def _compare(name: str, ours: torch.Tensor, theirs: torch.Tensor, spec: KVSpec) -> None:
-    error = float((ours - theirs).abs().max() / theirs.abs().max())
     # 16-bit layers may add to 32-bit hidden states (Mamba)
-    exact = (_TOLERANCE.get(dtype, _ROUGH) for dtype in (theirs.dtype, spec.dtype))
-    tolerance = _COARSE if spec.coarse else max(exact)
+    exact = max(_TOLERANCE.get(dtype, _ROUGH) for dtype in (theirs.dtype, spec.dtype))
+    tolerance = _COARSE if spec.coarse else exact
+    by_token = (ours - theirs).abs().amax(-1).sort().values / theirs.abs().max()
+    error = float(by_token[-1 - len(by_token) // 5 if exact == _ROUGH else -1])
     if not error <= tolerance:
         raise ConfigError(
             f"this model cannot be served: a sequence of {len(theirs)} tokens run {name} differs from the same run "

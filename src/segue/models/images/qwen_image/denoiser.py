@@ -55,7 +55,9 @@ class QwenImageDenoiser(Denoiser):
             self.weight_bytes += prepared_bytes(self.network) - before
         self._scale = pixels_per_latent(ctx.model_dir)
         masks = ctx.attention in PLAIN_ATTENTION and not rows_of_one_length(ctx)
-        self._padded_tokens = self.padded_tokens if masks else 0
+        captured = self.device.type == "cuda" and is_replayed(self.network)
+        # with a mask the library copies a number to the device, which a CUDA graph does not allow
+        self._padded_tokens = self.padded_tokens if masks and not captured else 0
         # on a CPU masks are free, while every distinct text length would be captured anew
         self._text_step = _TEXT_STEP if masks and self.device.type == "cpu" and is_replayed(self.network) else 1
         self._edits = pipeline_index(ctx.model_dir).get("_class_name") in EDITING

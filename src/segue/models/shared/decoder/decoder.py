@@ -33,7 +33,7 @@ from segue.models.shared.decoder.interface import cannot_be_served, check_interf
 from segue.models.shared.decoder.layer_inputs import READ_AS, takes_ids_again
 from segue.models.shared.decoder.no_cache import NoCache, counts_by_cache
 from segue.models.shared.decoder.states import attending, divide, find_states, keeps_states
-from segue.models.shared.library import PAGED, Conv1D, ModelOutput, PreTrainedConfig, PreTrainedModel
+from segue.models.shared.library import FLAT, PAGED, Conv1D, ModelOutput, PreTrainedConfig, PreTrainedModel
 from segue.models.shared.lora import LoraAdapters
 from segue.models.shared.tolerance import difference, tolerance
 
@@ -174,6 +174,7 @@ class PagedDecoder:
         stateful = keeps_states(config)
         layers = attending(config) if stateful else frozenset(range(config.num_hidden_layers)) - across
         self._encoder_states, self._of_ids = encoder_states, of_ids
+        self._attends = bool(layers)
         if layers:
             check_interface(model, decoder, stateful=stateful or encoder_states is not None)
             decoder.set_attn_implementation(PAGED)  # type: ignore[operator]
@@ -253,6 +254,9 @@ class PagedDecoder:
         elif self._counts:
             others["past_key_values"] = NoCache(batch.positions[0])
         adapters = nullcontext() if self.lora is None else self.lora.during(batch)
+        name = PAGED if batch.attention is None else FLAT
+        if self._attends and self.model.config._attn_implementation != name:
+            self.model.config._attn_implementation = {"": name}  # its own, not those of configs within it
         with adapters, attention_calls(batch.attention, counted=self._counted):
             if self._by_layer is not None:
                 others["per_layer_inputs"] = self._by_layer(batch.token_ids[None], embeds[None])

@@ -24,7 +24,7 @@ from segue.engines.autoregressive.speculation.contract import OpenTarget
 from segue.messages.errors import ConfigError
 from segue.models.shared.checkpoint.checkpoint import held_bytes
 from segue.models.shared.speculators.library import (
-    PAGED,
+    FLAT,
     LlamaConfig,
     LlamaDecoderLayer,
     LlamaRMSNorm,
@@ -204,5 +204,5 @@ def _config(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> LlamaCo
         config = LlamaConfig(**known)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"config.json of this EAGLE head is not Llama's: {error}", field=FIELD) from error
-    config._attn_implementation = PAGED
+    config._attn_implementation = FLAT
     return config

@@ -8,6 +8,6 @@ ensure_torchvision()  # a torchvision that fails to import makes the import of t
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from segue.kernels.attention.paged_attention import NAME as PAGED
+from segue.kernels.attention.paged_attention import FLAT
 
-__all__ = ["PAGED", "LlamaConfig", "LlamaDecoderLayer", "LlamaRMSNorm", "LlamaRotaryEmbedding"]
+__all__ = ["FLAT", "LlamaConfig", "LlamaDecoderLayer", "LlamaRMSNorm", "LlamaRotaryEmbedding"]

@@ -78,5 +78,7 @@ class Heads:
         within = recent[:, -rule.window :]
         same = (within == rows[:, None]) & (within != self._begin) & (within != self._end)
         repeated = (same.sum(dim=1) >= rule.most) & ~draws.greedy[:, None]
-        plain = logits.new_tensor(_UNFILTERED, dtype=torch.float64).expand(len(rows), -1)
+        plain = logits.new_zeros(len(rows), len(_UNFILTERED), dtype=torch.float64)
+        for place, value in enumerate(_UNFILTERED):  # copying them from the host would make it wait
+            plain[:, place] = value
         return torch.where(repeated, draws.heads(logits, self._groups - 1, plain), rows)
