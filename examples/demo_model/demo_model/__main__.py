@@ -1,51 +1,40 @@
-"""`python -m demo_model COMMAND DIRECTORY`: train the model, part by part."""
+"""`python -m demo_model COMMAND DIRECTORY`: train the model, all parts at once or one by one."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from demo_model import codec, hear, see, speak
 from demo_model.checkpoint import create
-from demo_model.training import Part, train
-from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeForConditionalGeneration
-
-STEPS = {"vision": 800, "answers": 3000, "dictation": 2000, "hearing": 2000, "codec": 1500, "speaking": 3000}
+from demo_model.schedule import PARTS, Options, assemble, limits, train_all, train_one
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="demo_model", description=__doc__)
-    parser.add_argument("command", choices=["create", *STEPS])
+    parser.add_argument("command", choices=["create", "all", *PARTS, "assemble"])
     parser.add_argument("directory", type=Path, help="the checkpoint; what is needed to resume lies in its `training`")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long, to be resumed")
-    parser.add_argument("--steps", type=int, help="of this part")
-    parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    if options.command == "create":
-        create(options.directory)
-        return
-    model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(options.directory, dtype=torch.float32)
-    model.train()
-    part = _part(options.command, model, options.directory)
-    steps = options.steps or STEPS[options.command]
-    train(part, steps, options.directory / "training", minutes=options.minutes)
-    model.save_pretrained(options.directory)
-
-
-def _part(name: str, model: Any, directory: Path) -> Part:
-    if name == "vision":
-        return see.encoder_part(model)
-    if name == "answers":
-        return see.answers_part(model, directory)
-    if name == "dictation":
-        return hear.dictation_part(model, directory)
-    if name == "hearing":
-        return hear.hearing_part(model, directory)
-    return codec.codec_part(model) if name == "codec" else speak.speaking_part(model, directory)
+    parser.add_argument("--minutes", type=float, help="train for so long, not to a step; of `all`, everything")
+    parser.add_argument("--steps", type=int, help="of each part")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="of `all`")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument(
+        "--workers", type=int, default=max((os.cpu_count() or 1) - 2, 1), help="processes that make data"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="of the process that trains")
+    given = parser.parse_args()
+    options = Options(given.directory, torch.device(given.device), given.workers, given.threads)
+    if not (given.directory / "config.json").exists() and given.command in ("create", "all"):
+        create(given.directory)
+    options.training.mkdir(exist_ok=True)
+    if given.command == "all":
+        train_all(options, given.parts, given.steps, given.minutes)
+    elif given.command in PARTS:
+        train_one(given.command, options, limits(given.command, given.steps, given.minutes))
+    if given.command != "create":
+        assemble(options)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ et al. 2021, section 3.3); the losses compare spectra at several resolutions.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,8 @@ from torch.nn import functional
 
 from demo_model.questions import STYLES
 from demo_model.see import KINDS, asked
-from demo_model.speech import RATE, Manner, say
+from demo_model.speech import Manner, resampled, say
 from demo_model.training import Part
-from segue.media.audio import resample
 
 SPOKEN_RATE = 24000
 FRAME = 1920
@@ -30,6 +28,7 @@ LOST = 555
 """Samples that the vocoder gives less than that, in all."""
 SPEAKERS = {"chelsie": Manner("en-us+f2", 145, 55), "ethan": Manner("en-us", 140, 45)}
 """The model's voices, and how espeak-ng says what they say."""
+_LOUDEST = 32767
 _HOP = FRAME // 4
 _FRAMES = 20
 """Of a clip to train on."""
@@ -39,10 +38,16 @@ _RESTART = 100
 """Steps after which rows that no frame takes are set to what some frame lacks."""
 
 
-@cache
+@lru_cache(4000)
 def spoken(text: str, speaker: str) -> np.ndarray:
-    """float32 [samples] at `SPOKEN_RATE`: a sentence as the model is to say it."""
-    return np.ascontiguousarray(resample(say(text, SPEAKERS[speaker]), RATE, SPOKEN_RATE))
+    """int16 [samples] at `SPOKEN_RATE`, the loudest 32767: a sentence as the model is to say it."""
+    made = resampled(say(text, SPEAKERS[speaker]), SPOKEN_RATE)
+    return np.clip(np.round(made * _LOUDEST), -_LOUDEST, _LOUDEST).astype(np.int16)
+
+
+def loudness(samples: Tensor) -> Tensor:
+    """int16 → float32 between -1 and 1."""
+    return samples.float() / _LOUDEST
 
 
 def answer(rng: random.Random) -> str:
@@ -53,15 +58,8 @@ def answer(rng: random.Random) -> str:
             return question.answer
 
 
-@dataclass(frozen=True)
-class Clips:
-    """`samples`: float32 [clips, samples]."""
-
-    samples: Tensor
-
-
-def clips(step: int, size: int = 12) -> Clips:
-    """Cuts of random sentences."""
+def clips(step: int, size: int = 12) -> Tensor:
+    """int16 [size, samples]: cuts of random sentences."""
     rng = random.Random(f"codec/{step}")
     length = _FRAMES * FRAME
     found = []
@@ -70,7 +68,14 @@ def clips(step: int, size: int = 12) -> Clips:
         whole = np.pad(whole, (FRAME, max(length - len(whole), FRAME)))
         start = rng.randrange(len(whole) - length + 1)
         found.append(whole[start : start + length])
-    return Clips(torch.from_numpy(np.stack(found)))
+    return torch.from_numpy(np.stack(found))
+
+
+class _Norm(nn.LayerNorm):
+    """Of each position's channels, [B, channels, positions]: how many frames follow does not change one."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows.transpose(1, 2)).transpose(1, 2)
 
 
 class Encoder(nn.Module):
@@ -83,7 +88,7 @@ class Encoder(nn.Module):
         self.enter = nn.Conv1d(bins, width, 5, padding=2)
         self.blocks = nn.ModuleList(
             nn.Sequential(
-                nn.GroupNorm(1, width),
+                _Norm(width),
                 nn.Conv1d(width, 2 * width, 3, padding=1),
                 nn.GELU(),
                 nn.Conv1d(2 * width, width, 1),
@@ -113,7 +118,8 @@ def quantized(rows: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     each chosen row to what it stands for."""
     left, codes, loss = rows, [], rows.new_zeros(())
     for book in codebooks:
-        best = torch.cdist(left.detach().flatten(0, 1), book.detach()).argmin(-1).view(left.shape[:2])
+        far = torch.cdist(left.detach().flatten(0, 1), book.detach(), compute_mode="donot_use_mm_for_euclid_dist")
+        best = far.argmin(-1).view(left.shape[:2])
         chosen = book[best]
         loss = loss + functional.mse_loss(chosen, left.detach())
         left = left - chosen.detach()
@@ -124,11 +130,11 @@ def quantized(rows: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class Codec(nn.Module):
     """Encoder, quantiser and vocoder."""
 
-    def __init__(self, code2wav: Any) -> None:
+    def __init__(self, code2wav: Any, encoder: Encoder) -> None:
         super().__init__()
-        self.code2wav = code2wav
-        self.encoder = Encoder(code2wav.config.hidden_size)
-        self.register_buffer("taken", torch.zeros(code2wav.config.num_quantizers, code2wav.config.codebook_size))
+        self.code2wav, self.encoder = code2wav, encoder
+        taken = torch.zeros(code2wav.config.num_quantizers, code2wav.config.codebook_size)
+        self.register_buffer("taken", taken, persistent=False)
 
     def codebooks(self) -> Tensor:
         """[groups, codes, width]; the vocoder takes the mean of a frame's rows, so that they count for a part each."""
@@ -147,15 +153,17 @@ class Codec(nn.Module):
             hidden = block(hidden)
         return hidden[:, 0]
 
-    def loss(self, batch: Clips, step: int) -> tuple[Tensor, dict[str, float]]:
-        rows = self.encoder(batch.samples)
+    def loss(self, batch: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Of int16 [B, samples]: how far the vocoder's sound is from them, and codes from what the encoder gives."""
+        samples = loudness(batch)
+        rows = self.encoder(samples)
         codes, nearest, drawn = quantized(rows, self.codebooks())
         made = self.decode(rows + (nearest - rows).detach())
-        spectra = spectral_distance(made, batch.samples[:, : made.shape[1]])
+        spectra = spectral_distance(made, samples[:, : made.shape[1]])
         commitment = functional.mse_loss(rows, nearest.detach())
         self._restart(codes, rows.detach(), step)
-        used = (self.taken > 0).float().mean().item()
-        return spectra + drawn + _COMMITMENT * commitment, {"spectra": spectra.item(), "codes_used": used}
+        used = (self.taken > 0).float().mean()
+        return spectra + drawn + _COMMITMENT * commitment, {"spectra": spectra, "codes used": used}
 
     @torch.no_grad()
     def _restart(self, codes: Tensor, rows: Tensor, step: int) -> None:
@@ -167,7 +175,7 @@ class Codec(nn.Module):
         weights, left = self.code2wav.code_embedding.weight.view(groups, self.taken.shape[1], -1), rows.flatten(0, 1)
         for group, books in enumerate(self.codebooks()):
             idle = (self.taken[group] == 0).nonzero()[:, 0]
-            weights[group, idle] = groups * left[torch.randint(len(left), (len(idle),))]
+            weights[group, idle] = groups * left[torch.randint(len(left), (len(idle),), device=left.device)]
             left = left - books[codes[..., group].flatten()]
         self.taken.zero_()
 
@@ -176,7 +184,7 @@ def spectral_distance(made: Tensor, wanted: Tensor) -> Tensor:
     """[B, n] each → difference of their spectra, of magnitudes and of their logarithms, over several windows."""
     found = []
     for size in _WINDOWS:
-        window = torch.hann_window(size)
+        window = torch.hann_window(size, device=made.device)
         one, other = (
             torch.stft(sound, size, size // 4, window=window, return_complex=True).abs().clamp(min=1e-5)
             for sound in (made, wanted)
@@ -185,10 +193,11 @@ def spectral_distance(made: Tensor, wanted: Tensor) -> Tensor:
     return torch.stack(found).mean()
 
 
-def codec_part(model: Any) -> Part:
+def codec_part(model: Any, *, size: int = 12) -> Part:
     """Trains the vocoder with an encoder of its own."""
-    codec = Codec(model.code2wav)
-    return Part("codec", [codec], clips, codec.loss)
+    encoder = Encoder(model.config.code2wav_config.hidden_size)
+    codec = Codec(model.code2wav, encoder).to(model.device)
+    return Part("codec", [model.code2wav], partial(clips, size=size), codec.loss, own=encoder)
 
 
 def _mel_filters(bins: int) -> Tensor:

@@ -15,6 +15,7 @@ from PIL import Image
 
 from demo_model import hear, see
 from demo_model.questions import STYLES, Question, is_right
+from demo_model.scenes import clip, picture
 from segue import Omni, SamplingParams
 
 
@@ -32,15 +33,15 @@ def held_out(count: int, *, seed: int = 0) -> Iterator[Asked]:
     rng = random.Random(f"held out/{seed}")
     for kind in ("picture", "clip", "nothing"):
         for number in range(2 * count):
-            frames, style, [question] = see.asked(kind, rng, 1)
+            scene, style, [question] = see.asked(kind, rng, 1)
             said: dict[str, Any] = {"type": "text", "text": question.text}
             if number % 2:
                 said = {"type": "audio", "audio": (hear.sound(question.text, rng), hear.HEARD_RATE)}
             content = [said]
-            if kind == "picture":
-                content.insert(0, {"type": "image", "image": Image.fromarray(frames[0])})
-            elif kind == "clip":
-                content.insert(0, {"type": "video", "video": (frames, 2.0)})
+            if scene is not None and scene.moves:
+                content.insert(0, {"type": "video", "video": (clip(scene), 2.0)})
+            elif scene is not None:
+                content.insert(0, {"type": "image", "image": Image.fromarray(picture(scene))})
             messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
             if style:
                 messages.insert(0, {"role": "system", "content": STYLES[style]})

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from demo_model import see
-from demo_model.networks import audio_encoder, vision
+from demo_model.networks import audio_encoder, heard, language_model, rows_of, vision
 from demo_model.questions import Question, about_clip, about_picture, without_picture
 from demo_model.scenes import draw_clip, draw_scene
-from demo_model.speech import RATE, VOICES, Manner, say
+from demo_model.speech import VOICES, Manner, resampled, say
 from demo_model.training import Part
-from segue.media.audio import resample
 
 HEARD_RATE = 16000
-_CHUNK = 100
-"""Spectra that the encoder takes at once; they give `_ROWS` rows."""
-_ROWS = 13
+_HOP, _WINDOW = 160, 400
+"""Samples from one spectrum to the next, and of each."""
+_LOUDEST = 16384
+"""What a sample of 1 is in a batch's int16."""
+_READ_EVERY = 20
+"""Steps after which it is counted how many recordings are written down without a fault."""
 
 
 def manner(rng: random.Random) -> Manner:
@@ -35,35 +38,53 @@ def manner(rng: random.Random) -> Manner:
 
 def sound(text: str, rng: random.Random) -> np.ndarray:
     """float32 [samples] at `HEARD_RATE`: a question said in a random manner, with noise and pauses around it."""
-    said = resample(say(text, manner(rng)), RATE, HEARD_RATE)
+    said = resampled(say(text, manner(rng)), HEARD_RATE)
     rest = [np.zeros(int(HEARD_RATE * rng.uniform(0.02, 0.3)), np.float32) for _ in range(2)]
     whole = np.concatenate([rest[0], said * rng.uniform(0.4, 1.5), rest[1]])
     noise = np.random.default_rng(rng.getrandbits(32)).normal(0, 10 ** rng.uniform(-4, -2), len(whole))
     return (whole + noise).astype(np.float32)
 
 
+@dataclass(frozen=True)
+class Recordings:
+    """`samples`: int16 [recordings, samples], continued at both ends as the spectra's windows need it. `lengths`:
+    spectra of each."""
+
+    samples: Tensor
+    lengths: tuple[int, ...]
+
+
+def recordings(sounds: Sequence[np.ndarray]) -> Recordings:
+    """float32 [samples] at `HEARD_RATE` each."""
+    lengths = tuple(len(one) // _HOP for one in sounds)
+    whole = np.zeros((len(sounds), max(lengths) * _HOP + _WINDOW), np.int16)
+    for row, one in zip(whole, sounds, strict=True):
+        ends = np.pad(one, _WINDOW // 2, mode="reflect")[: len(row)]
+        row[: len(ends)] = np.clip(np.round(ends * _LOUDEST), -32768, 32767)
+    return Recordings(torch.from_numpy(whole), lengths)
+
+
+def spectra(given: Recordings) -> Tensor:
+    """float32 [recordings, mel bins, spectra], as the library's processor gives them, and zero after each one's end."""
+    device = given.samples.device
+    samples = given.samples.float() / _LOUDEST
+    window = torch.hann_window(_WINDOW, device=device)
+    power = torch.stft(samples, _WINDOW, _HOP, window=window, center=False, return_complex=True).abs() ** 2
+    power = power[..., : max(given.lengths)]
+    with torch.autocast(device.type, enabled=False):
+        mels = torch.einsum("bft,fm->bmt", power, _filters().to(device)).clamp(min=1e-10).log10()
+    lengths = torch.tensor(given.lengths, device=device)
+    known = (torch.arange(mels.shape[2], device=device) < lengths[:, None])[:, None]
+    loudest = mels.masked_fill(~known, -10.0).amax((1, 2), keepdim=True)
+    return ((torch.maximum(mels, loudest - 8.0) + 4.0) / 4.0).masked_fill(~known, 0.0)
+
+
 @cache
-def _extractor(model_dir: Path) -> Any:
-    from transformers import WhisperFeatureExtractor
+def _filters() -> Tensor:
+    from transformers.audio_utils import mel_filter_bank
 
-    return WhisperFeatureExtractor.from_pretrained(model_dir)
-
-
-def spectra(model_dir: Path, samples: np.ndarray) -> Tensor:
-    """float32 [mel bins, spectra], as the library's processor gives them."""
-    made = _extractor(model_dir)(
-        samples, sampling_rate=HEARD_RATE, padding=True, return_attention_mask=True, return_tensors="pt"
-    )
-    found: Tensor = made["input_features"][0][:, made["attention_mask"][0].bool()]
-    return found
-
-
-def rows_of(count: int) -> int:
-    """Rows that the encoder gives for so many spectra (the library's `_get_feat_extract_output_lengths`)."""
-    left = count % _CHUNK
-    for _ in range(3):
-        left = (left - 1) // 2 + 1
-    return left + count // _CHUNK * _ROWS
+    bins = mel_filter_bank(1 + _WINDOW // 2, 128, 0.0, HEARD_RATE / 2, HEARD_RATE, norm="slaney", mel_scale="slaney")
+    return torch.from_numpy(bins).float()
 
 
 # the audio encoder alone
@@ -71,12 +92,11 @@ def rows_of(count: int) -> int:
 
 @dataclass(frozen=True)
 class Dictation:
-    """Recordings and the tokens of their words. `mels`: float32 [bins, all spectra]; `lengths`: spectra of each."""
+    """Recordings and the tokens of their words, `counts` of each."""
 
-    mels: Tensor
-    lengths: Tensor
+    said: Recordings
     words: Tensor
-    counts: Tensor
+    counts: tuple[int, ...]
 
 
 class Dictations:
@@ -88,14 +108,9 @@ class Dictations:
     def __call__(self, step: int) -> Dictation:
         rng = random.Random(f"dictation/{step}")
         texts = [question(rng).text for _ in range(self._size)]
-        mels = [spectra(self._dir, sound(text, rng)) for text in texts]
         words = [see.encode(self._dir, text) for text in texts]
-        return Dictation(
-            torch.cat(mels, 1),
-            torch.tensor([mel.shape[1] for mel in mels]),
-            torch.cat(words),
-            torch.tensor([len(one) for one in words]),
-        )
+        said = recordings([sound(text, rng) for text in texts])
+        return Dictation(said, torch.cat(words), tuple(map(len, words)))
 
 
 def question(rng: random.Random) -> Question:
@@ -106,67 +121,74 @@ def question(rng: random.Random) -> Question:
     return about_clip(draw_clip(rng), rng, "full", 1)[0] if kind < 0.65 else without_picture(rng, "full", 1)[0]
 
 
-def dictation_part(model: Any, model_dir: Path) -> Part:
+def dictation_part(model: Any, model_dir: Path, *, size: int = 32) -> Part:
     """Trains the audio encoder by CTC (Graves et al. 2006) over the tokenizer's tokens; the last of its outputs is the
     blank."""
     config = model.config.thinker_config
     vocabulary: int = config.text_config.vocab_size
     head = nn.Linear(config.audio_config.output_dim, vocabulary + 1)
 
-    def loss(batch: Dictation, step: int) -> tuple[Tensor, dict[str, float]]:
-        rows = audio_encoder(model)(batch.mels, feature_lens=batch.lengths).last_hidden_state
-        lengths = [rows_of(int(length)) for length in batch.lengths]
+    def loss(batch: Dictation, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        lengths = [rows_of(length) for length in batch.said.lengths]
+        rows = heard(model, spectra(batch.said), batch.said.lengths)
         logits = nn.utils.rnn.pad_sequence(list(head(rows).log_softmax(-1).split(lengths)))
         found = functional.ctc_loss(
-            logits, batch.words, torch.tensor(lengths), batch.counts, blank=vocabulary, zero_infinity=True
+            logits, batch.words, torch.tensor(lengths), torch.tensor(batch.counts), blank=vocabulary, zero_infinity=True
         )
-        best = logits.argmax(-1).T
-        said = [torch.unique_consecutive(row[:length]) for row, length in zip(best, lengths, strict=True)]
-        whole = [
-            (row[row != vocabulary]).tolist() == words.tolist()
-            for row, words in zip(said, batch.words.split(batch.counts.tolist()), strict=True)
-        ]
-        return found, {"whole_right": sum(whole) / len(whole)}
+        if step % _READ_EVERY:
+            return found, {}
+        whole = 0
+        words = iter(batch.words.tolist())
+        for row, length, count in zip(logits.argmax(-1).T.cpu(), lengths, batch.counts, strict=True):
+            said = torch.unique_consecutive(row[:length])
+            whole += said[said != vocabulary].tolist() == list(islice(words, count))
+        return found, {"whole right": torch.tensor(whole / len(lengths))}
 
-    return Part("dictation", [audio_encoder(model), head], Dictations(model_dir, 32), loss)
+    return Part("dictation", [audio_encoder(model)], Dictations(model_dir, size), loss, own=head)
 
 
 # spoken questions
 
 
-class SpokenSequences(see.Sequences):
-    """As `Sequences`, with every second batch's questions spoken."""
+@dataclass(frozen=True)
+class SpokenAnswers:
+    """Sequences whose questions are spoken, or, without `said`, written."""
 
-    def __call__(self, step: int) -> see.Answers:
+    answers: see.Answers
+    said: Recordings | None
+
+
+class SpokenSequences(see.Sequences):
+    """Makes batches of `SpokenAnswers`; every second batch's questions are spoken."""
+
+    def spoken(self, step: int) -> SpokenAnswers:
         if step % 2:
-            return super().__call__(step // 2)
+            return SpokenAnswers(self(step // 2), None)
         rng = random.Random(f"spoken/{self.seed}/{step}")
         kind = self.kinds[step // 2 % len(self.kinds)]
         made = [see.asked(kind, rng, self.questions) for _ in range(self.size)]
-        mels = [[spectra(self.model_dir, sound(one.text, rng)) for one in questions] for _, _, questions in made]
-        texts = [[_placeholder(mel) for mel in one] for one in mels]
-        batch = self.batch(
-            kind,
-            [
-                (pixels, style, _said(questions, heard))
-                for (pixels, style, questions), heard in zip(made, texts, strict=True)
-            ],
-        )
-        flat = [mel for one in mels for mel in one]
-        return replace(batch, mels=torch.cat(flat, 1), lengths=torch.tensor([mel.shape[1] for mel in flat]))
+        said = recordings([sound(one.text, rng) for _, _, questions in made for one in questions])
+        lengths = iter(said.lengths)
+        replaced = [
+            (scene, style, [replace(one, text=_placeholder(next(lengths))) for one in questions])
+            for scene, style, questions in made
+        ]
+        return SpokenAnswers(self.batch(kind, replaced), said)
 
 
-def _placeholder(mel: Tensor) -> str:
-    return f"<|audio_start|>{'<|audio_pad|>' * rows_of(mel.shape[1])}<|audio_end|>"
-
-
-def _said(questions: Sequence[Question], heard: Sequence[str]) -> list[Question]:
-    return [replace(one, text=text) for one, text in zip(questions, heard, strict=True)]
+def _placeholder(length: int) -> str:
+    return f"<|audio_start|>{'<|audio_pad|>' * rows_of(length)}<|audio_end|>"
 
 
 def hearing_part(model: Any, model_dir: Path, *, size: int = 24, questions: int = 4) -> Part:
-    """Trains everything that listens, looks and answers."""
-    thinker = model.thinker
-    modules = [vision(model), audio_encoder(model), thinker.model, thinker.lm_head]
+    """Trains everything that listens, looks and answers. Embeddings of text stay: the talker learns from them too."""
+    text = language_model(model)
+    text.embed_tokens.requires_grad_(False)
+
+    def loss(batch: SpokenAnswers, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        rows = None if batch.said is None else heard(model, spectra(batch.said), batch.said.lengths)
+        return see.answer_loss(model, batch.answers, step, rows)
+
+    modules = [vision(model), audio_encoder(model), text, model.thinker.lm_head]
     sequences = SpokenSequences(model_dir, size, see.KINDS, questions, seed=1)
-    return Part("hearing", modules, sequences, lambda batch, step: see.answer_loss(model, batch), rate=5e-4)
+    return Part("hearing", modules, sequences.spoken, loss, rate=5e-4)

@@ -1,11 +1,37 @@
-"""Where the networks lie in the library's model: its versions hold them in different places."""
+"""The library's networks as the training calls them: in large batches, without a loop over pictures or recordings.
+
+Its encoders attend within each picture or recording in a loop, and its experts take turns; both start so many small
+kernels that a GPU waits. The library has a place to plug in other functions for each; those here compute the same.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeForConditionalGeneration  # isort: skip # its shim first
+from transformers import AttentionInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
+
+__all__ = ["Qwen3OmniMoeForConditionalGeneration", "audio_encoder", "heard", "language_model", "prepare", "seen"]
+
+PATCH, MERGE, FRAMES_PER_PATCH = 16, 2, 2
+CHUNK = 100
+"""Spectra that the audio encoder's convolutions take at once."""
+ROWS = 13
+"""Rows that they give for them."""
+_TOGETHER, _ALL_EXPERTS = "flash_demo_model", "demo_model"
+"""The library gives packed sequences whole to functions with "flash" in their name."""
 
 
 def language_model(model: Any) -> Any:
+    """The text decoder of the thinker; versions of the library hold it in different places."""
     inner = model.thinker.model
     return inner if hasattr(inner, "embed_tokens") else inner.language_model
 
@@ -18,3 +44,137 @@ def vision(model: Any) -> Any:
 def audio_encoder(model: Any) -> Any:
     thinker = model.thinker
     return thinker.audio_tower if hasattr(thinker, "audio_tower") else thinker.model.audio_tower
+
+
+def prepare(model: Any, device: torch.device) -> None:
+    """Move a model to the device and have it trained by the functions below; weights and results stay the same.
+
+    On a CPU, where arithmetic is dear and calls are cheap, the experts stay the library's.
+    """
+    model.to(device).train()
+    for encoder in (vision(model), audio_encoder(model)):
+        encoder.config._attn_implementation = _TOGETHER  # the library's setter looks for a package of that name
+    if device.type == "cuda":
+        for module in model.modules():
+            if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):
+                module.config._experts_implementation = _ALL_EXPERTS
+
+
+def attend_together(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Bidirectional attention within each packed sequence: [1, heads, tokens, dim] → [1, tokens, heads, dim]."""
+    count, heads, tokens = len(cu_seq_lens_q) - 1, query.shape[1], query.shape[2]
+    packed = [states[0].transpose(0, 1) for states in (query, key, value)]
+    place, known = None, None
+    if count * max_length_q != tokens:  # lengths differ: fill up
+        index = torch.arange(tokens, device=query.device)
+        owner = torch.bucketize(index, cu_seq_lens_q[1:], right=True)
+        place = owner * max_length_q + index - cu_seq_lens_q[owner]
+        packed = [rows.new_zeros(count * max_length_q, *rows.shape[1:]).index_copy(0, place, rows) for rows in packed]
+        lengths = cu_seq_lens_q.diff()[:, None]
+        known = (torch.arange(max_length_q, device=query.device) < lengths)[:, None, None]
+    split = (rows.unflatten(0, (count, max_length_q)).transpose(1, 2) for rows in packed)
+    mixed = functional.scaled_dot_product_attention(*split, attn_mask=known, scale=scaling)
+    rows = mixed.transpose(1, 2).reshape(count * max_length_q, heads, -1)
+    return (rows if place is None else rows.index_select(0, place))[None], None
+
+
+def all_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Each expert takes each token, those not chosen with weight 0: [tokens, hidden] → [tokens, hidden]."""
+    shares = torch.zeros(len(hidden_states), self.num_experts, device=hidden_states.device, dtype=hidden_states.dtype)
+    shares = shares.scatter(1, top_k_index, top_k_weights.to(shares.dtype))
+    both = functional.linear(hidden_states, self.gate_up_proj.flatten(0, 1)).unflatten(1, (self.num_experts, 2, -1))
+    made = self.act_fn(both[:, :, 0]) * both[:, :, 1] * shares[..., None]
+    return made.flatten(1) @ self.down_proj.transpose(1, 2).flatten(0, 1)
+
+
+AttentionInterface.register(_TOGETHER, attend_together)
+ALL_EXPERTS_FUNCTIONS[_ALL_EXPERTS] = all_experts
+
+
+def seen(model: Any, frames: Tensor) -> Any:
+    """uint8 [pictures, frames, side, side, 3] → what the vision encoder gives of all of them."""
+    pixels = patches(frames)
+    grid = frames.shape[2] // PATCH
+    count = len(pixels) // grid**2
+    indices, weights, places = (one.to(pixels.device) for one in _of_one_picture(vision(model), grid))
+    return vision(model)(
+        pixels,
+        grid_thw=torch.tensor([[count, grid, grid]]),
+        interp_indices=indices.repeat(count, 1),
+        interp_weights=weights.repeat(count, 1),
+        position_ids=places.repeat(count, 1),
+        cu_seqlens=torch.arange(count + 1, device=pixels.device, dtype=torch.int32) * grid**2,
+        max_seqlen=grid**2,
+    )
+
+
+def patches(frames: Tensor) -> Tensor:
+    """uint8 [pictures, frames, side, side, 3] → float32 [patches, 1536], as the library's processor gives them. One
+    frame counts for two."""
+    if frames.shape[1] == 1:
+        frames = frames.expand(-1, FRAMES_PER_PATCH, -1, -1, -1)
+    grid = frames.shape[2] // PATCH // MERGE
+    size = (-1, frames.shape[1] // FRAMES_PER_PATCH, FRAMES_PER_PATCH, grid, MERGE, PATCH, grid, MERGE, PATCH, 3)
+    values = (frames.float() / 127.5 - 1).reshape(size).permute(0, 1, 3, 6, 4, 7, 9, 2, 5, 8)
+    return values.reshape(-1, 3 * FRAMES_PER_PATCH * PATCH**2)
+
+
+@cache
+def _of_one_picture(encoder: Any, grid: int) -> tuple[Tensor, Tensor, Tensor]:
+    shape = torch.tensor([[1, grid, grid]])
+    indices, weights = get_vision_interpolation_indices_and_weights(
+        shape,
+        num_grid_per_side=encoder.num_grid_per_side,
+        mode=encoder.interpolation_mode,
+        align_corners=encoder.interpolation_align_corners,
+        spatial_merge_size=encoder.spatial_merge_size,
+    )
+    return indices, weights, get_vision_position_ids(shape, encoder.spatial_merge_size)
+
+
+def rows_of(count: int) -> int:
+    """Rows that the audio encoder gives for so many spectra (the library's `_get_feat_extract_output_lengths`)."""
+    left = count % CHUNK
+    for _ in range(3):
+        left = (left - 1) // 2 + 1
+    return left + count // CHUNK * ROWS
+
+
+def heard(model: Any, mels: Tensor, lengths: Sequence[int]) -> Tensor:
+    """float32 [recordings, bins, spectra], zero beyond each one's length → [rows of all recordings, width].
+
+    A recording shorter than `CHUNK` counts as one that others of the batch follow: it is filled up.
+    """
+    encoder = audio_encoder(model)
+    spectra = functional.pad(mels, (0, -mels.shape[2] % CHUNK)).unflatten(2, (-1, CHUNK)).transpose(1, 2)
+    most, window = spectra.shape[1], ROWS * (encoder.n_window_infer // CHUNK)
+    chunks, kept, ends = [], [], [0]
+    for number, length in enumerate(lengths):
+        for chunk in range(-(-length // CHUNK)):
+            first = len(chunks) * ROWS
+            kept += range(first, first + rows_of(min(length - chunk * CHUNK, CHUNK)))
+            chunks.append(number * most + chunk)
+        whole, rest = divmod(rows_of(length), window)
+        ends += [window] * whole + [rest] * (rest > 0)
+    chosen, valid, cut = (torch.tensor(one, device=mels.device) for one in (chunks, kept, ends))
+    found: Tensor = encoder(
+        mels,
+        feature_lens=None,
+        padded_feature=spectra.flatten(0, 1)[chosen],
+        chunk_lengths=chosen,  # not read where what follows from them is given
+        valid_indices=valid,
+        cu_seqlens=cut.cumsum(0, dtype=torch.int32),
+        max_seqlen=max(ends),
+    ).last_hidden_state
+    return found

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
-from PIL import Image, ImageDraw
+import torch
+from torch import Tensor
+from torch.nn import functional
 
 SIDE = 128
 """Pixels of a picture's width and height."""
@@ -27,8 +30,9 @@ DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 FRAMES = 8
 """Frames of a clip, two a second."""
 _CELL = SIDE / 3
-_FINER = 3
-"""How much larger a picture is drawn than it is shown, for smooth edges."""
+_OUTLINES = {"circle": (32, 1.0), "square": (4, 1.0), "triangle": (3, 1.0), "star": (10, 0.45)}
+"""Of each shape: how many corners, and how far from the centre every second one is, as a share of the radius."""
+_BACKGROUNDS = ("plain", "gradient", "stripes", "clouds")
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,10 @@ def draw_clip(rng: random.Random) -> Scene:
     return replace(scene, moves=moves)
 
 
-def picture(scene: Scene) -> np.ndarray:
-    """uint8 [SIDE, SIDE, 3]."""
-    return _painted(scene.things, np.random.default_rng(scene.background))
-
-
-def clip(scene: Scene) -> np.ndarray:
-    """uint8 [FRAMES, SIDE, SIDE, 3]: each move takes an equal part of the frames."""
+def moments(scene: Scene) -> list[tuple[Thing, ...]]:
+    """The things of each frame of a clip, or of the one picture: each move takes an equal part of the frames."""
+    if not scene.moves:
+        return [scene.things]
     part = FRAMES // len(scene.moves)
     frames = []
     for frame in range(FRAMES):
@@ -93,8 +94,18 @@ def clip(scene: Scene) -> np.ndarray:
             x, y = DIRECTIONS[direction]
             thing = things[index]
             things[index] = replace(thing, x=thing.x + x * gone, y=thing.y + y * gone)
-        frames.append(_painted(things, np.random.default_rng(scene.background)))
-    return np.stack(frames)
+        frames.append(tuple(things))
+    return frames
+
+
+def picture(scene: Scene) -> np.ndarray:
+    """uint8 [SIDE, SIDE, 3]."""
+    return clip(scene)[0]
+
+
+def clip(scene: Scene) -> np.ndarray:
+    """uint8 [frames, SIDE, SIDE, 3]; equal scenes look equal, noise included."""
+    return painted(canvas([scene]), torch.Generator().manual_seed(scene.background)).numpy()
 
 
 def _thing(rng: random.Random, cell: int, colours: list[str], shapes: tuple[str, ...] | list[str]) -> Thing:
@@ -111,44 +122,106 @@ def _free(cell: int) -> list[str]:
     return [name for name, (dx, dy) in DIRECTIONS.items() if 0 <= x + dx <= 2 and 0 <= y + dy <= 2]
 
 
-def _painted(things: tuple[Thing, ...] | list[Thing], rng: np.random.Generator) -> np.ndarray:
-    image = Image.fromarray(_background(rng)).resize((SIDE * _FINER, SIDE * _FINER), Image.Resampling.BILINEAR)
-    pen = ImageDraw.Draw(image)
-    for thing in things:
-        shade = rng.integers(-14, 15, 3)
-        fill = tuple(int(value) for value in np.clip(np.array(COLOURS[thing.colour]) + shade, 0, 255))
-        corners = [
-            (_FINER * (thing.x + x), _FINER * (thing.y + y)) for x, y in _outline(thing, float(rng.uniform(-0.2, 0.2)))
-        ]
-        pen.polygon(corners, fill=fill)
-    small = np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BOX)).astype(np.float32)
-    noisy = small + rng.normal(0, rng.uniform(0, 9), small.shape)
-    return np.clip(noisy, 0, 255).astype(np.uint8)
+# drawing, many pictures at once and on any device
 
 
-def _outline(thing: Thing, turn: float) -> list[tuple[float, float]]:
-    """Corners around (0, 0). `turn`: radians."""
-    radius = RADII[thing.size]
-    corners, inner = {"circle": (32, 1.0), "square": (4, 1.0), "triangle": (3, 1.0), "star": (10, 0.45)}[thing.shape]
+@dataclass(frozen=True)
+class Canvas:
+    """Pictures before they are drawn.
+
+    `things`: float32 [pictures, things, 9]: x, y, radius, angle between corners, share of the radius of every second
+    corner, angle of the first corner, red, green, blue; a radius of 0 is no thing. `colours`: float32
+    [pictures, 2, 3, 1, 1], mixed as `mixing` says: float32 [pictures, 6], which are the weights of gradient, stripes
+    and clouds, the slopes in x and y, and the frequency of stripes. `clouds`: float32 [pictures, 1, 8, 8]. `noise`:
+    float32 [pictures], its deviation.
+    """
+
+    things: Tensor
+    colours: Tensor
+    mixing: Tensor
+    clouds: Tensor
+    noise: Tensor
+
+
+def canvas(scenes: Sequence[Scene]) -> Canvas:
+    """All frames of each scene, in order."""
+    most = max(len(scene.things) for scene in scenes)
+    made = [_canvas(scene, most) for scene in scenes]
+    return Canvas(
+        *(torch.from_numpy(np.concatenate([getattr(one, field.name) for one in made])) for field in fields(Canvas))
+    )
+
+
+@dataclass(frozen=True)
+class _Arrays:
+    """A `Canvas` of one scene."""
+
+    things: np.ndarray
+    colours: np.ndarray
+    mixing: np.ndarray
+    clouds: np.ndarray
+    noise: np.ndarray
+
+
+def _canvas(scene: Scene, most: int) -> _Arrays:
+    rng = np.random.default_rng(scene.background)
+    # grey or pale: no thing has such a colour
+    colours = rng.integers(0, 60, (2, 3)) + rng.choice([0, 190], (2, 1))
+    kind = _BACKGROUNDS[rng.integers(len(_BACKGROUNDS))]
+    slopes = rng.uniform(0 if kind == "gradient" else -1, 1, 2)
+    mixing = [*(float(kind == one) for one in _BACKGROUNDS[1:]), *slopes, rng.uniform(20, 60)]
+    clouds, noise = rng.random((1, 8, 8)), rng.uniform(0, 9)
+    looks = [(*_outline(thing, rng.uniform(-0.2, 0.2)), *_shade(thing, rng)) for thing in scene.things]
+    frames = moments(scene)
+    things = np.zeros((len(frames), most, 9))
+    for index, frame in enumerate(frames):
+        for number, (thing, look) in enumerate(zip(frame, looks, strict=True)):
+            things[index, number] = (thing.x, thing.y, RADII[thing.size], *look)
+    of_each = (
+        np.asarray(one)[None].repeat(len(frames), 0) for one in (colours[..., None, None], mixing, clouds, noise)
+    )
+    return _Arrays(*(one.astype(np.float32) for one in (things, *of_each)))
+
+
+def _shade(thing: Thing, rng: np.random.Generator) -> np.ndarray:
+    return np.clip(np.array(COLOURS[thing.colour]) + rng.integers(-14, 15, 3), 0, 255)
+
+
+def _outline(thing: Thing, turn: float) -> tuple[float, float, float]:
+    corners, inner = _OUTLINES[thing.shape]
     first = -np.pi / 2 + turn + (np.pi / 4 if thing.shape == "square" else 0.0)
-    angles = [first + 2 * np.pi * corner / corners for corner in range(corners)]
-    lengths = [radius * (inner if corner % 2 else 1.0) for corner in range(corners)]
-    return [(length * np.cos(angle), length * np.sin(angle)) for length, angle in zip(lengths, angles, strict=True)]
+    return 2 * np.pi / corners, inner, first
 
 
-def _background(rng: np.random.Generator) -> np.ndarray:
-    """uint8 [SIDE, SIDE, 3]: plain, a gradient, stripes or clouds, of a grey or pale colour that no thing has."""
-    first, second = rng.integers(0, 60, 3) + rng.choice([0, 190]), rng.integers(0, 60, 3) + rng.choice([0, 190])
-    y, x = np.mgrid[0:SIDE, 0:SIDE] / SIDE
-    kind = rng.integers(4)
-    if kind == 0:
-        mix = np.zeros((SIDE, SIDE))
-    elif kind == 1:
-        mix = x * rng.uniform(0, 1) + y * rng.uniform(0, 1)
-    elif kind == 2:
-        mix = (np.sin((x * rng.uniform(-1, 1) + y * rng.uniform(-1, 1)) * rng.uniform(20, 60)) + 1) / 4
-    else:
-        coarse = Image.fromarray((rng.random((8, 8)) * 255).astype(np.uint8))
-        mix = np.asarray(coarse.resize((SIDE, SIDE), Image.Resampling.BICUBIC)) / 500
-    mix = np.clip(mix, 0, 1)[..., None]
-    return (first * (1 - mix) + second * mix).astype(np.uint8)
+def painted(drawn: Canvas, generator: torch.Generator | None = None) -> Tensor:
+    """uint8 [pictures, SIDE, SIDE, 3], on the canvas's device; the noise is the generator's."""
+    device = drawn.things.device
+    line = torch.arange(SIDE, device=device, dtype=torch.float32)
+    y, x = line[:, None], line[None]
+    gradient, stripes, clouds, by_x, by_y, frequency = drawn.mixing[:, :, None, None].unbind(1)
+    slope = (x * by_x + y * by_y) / SIDE
+    coarse = functional.interpolate(drawn.clouds, size=(SIDE, SIDE), mode="bicubic", align_corners=False)[:, 0]
+    mix = gradient * slope + stripes * (torch.sin(slope * frequency) + 1) / 4 + clouds * coarse / 2
+    image = torch.lerp(drawn.colours[:, 0], drawn.colours[:, 1], mix.clamp(0, 1)[:, None])
+    covered = _covered(drawn.things[..., :6, None, None], x + 0.5, y + 0.5)
+    for number in range(drawn.things.shape[1]):
+        image = torch.lerp(image, drawn.things[:, number, 6:, None, None], covered[:, number, None])
+    noise = torch.randn(image.shape, generator=generator, device=device)
+    image = image + noise * drawn.noise[:, None, None, None]
+    return image.clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+
+
+def _covered(shapes: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """[pictures, things, 6, 1, 1] → share of each pixel that a thing covers, [pictures, things, SIDE, SIDE].
+
+    A pixel's angle is folded into the sector between a corner and the next; its depth is how far it is inside of the
+    edge that joins them.
+    """
+    middle_x, middle_y, radius, sector, inner, first = shapes.unbind(2)
+    right, down = x - middle_x, y - middle_y
+    angle = torch.remainder(torch.atan2(down, right) - first, 2 * sector)
+    angle = torch.minimum(angle, 2 * sector - angle)
+    edge = torch.hypot(right, down) * (angle.sin() + inner * (sector - angle).sin())
+    full = (inner * radius * sector.sin()).clamp(min=1e-6)
+    far = inner * radius * sector.sin() / (1 + inner**2 - 2 * inner * sector.cos()).clamp(min=1e-6).sqrt()
+    return (far * (1 - edge / full) + 0.5).clamp(0, 1) * (radius > 0)

@@ -9,21 +9,32 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from demo_model.networks import audio_encoder, language_model, vision
+from demo_model.networks import FRAMES_PER_PATCH, MERGE, PATCH, language_model, seen, vision
 from demo_model.questions import STYLES, Question, about_clip, about_picture, without_picture
-from demo_model.scenes import COLOURS, SHAPES, SIDE, Scene, clip, draw_clip, draw_scene, picture
+from demo_model.scenes import (
+    COLOURS,
+    DIRECTIONS,
+    FRAMES,
+    SHAPES,
+    SIDE,
+    Canvas,
+    Scene,
+    canvas,
+    draw_clip,
+    draw_scene,
+    moments,
+    painted,
+)
 from demo_model.training import Part
 
-PATCH, MERGE, FRAMES_PER_PATCH = 16, 2, 2
 TOKEN = PATCH * MERGE
 """Pixels of a picture's side that one token stands for."""
 GRID = SIDE // TOKEN
@@ -32,35 +43,27 @@ KINDS = ("picture", "picture", "picture", "clip", "nothing")
 _IGNORED = -100
 _BALANCE = 0.01
 """Weight of the loss that keeps the experts evenly used (Switch Transformers, section 2.2)."""
+_ALIGNED = 32
+"""Sequences of a batch are filled up to a multiple of so many tokens: fewer sizes of memory to find."""
 
 
 @dataclass(frozen=True)
 class Answers:
     """Sequences of one picture, clip or nothing each, and questions about it.
 
-    `pixels`: float32 [patches, 1536], empty without media. `ids`, `labels`: int64 [sequences, tokens]. `positions`:
-    int64 [4, sequences, tokens]. `mask`: bool [sequences, 1, tokens, tokens], true where a token is seen. Of spoken
-    questions, `mels`: float32 [mel bins, all spectra], and `lengths`: spectra of each.
+    `kind`: for the log. `drawn`: their frames, in order. `ids`, `branches`: int64 [sequences, tokens]; a branch is 0
+    for what all questions see, then the number of the question, and -1 where a sequence is filled up. `positions`:
+    int64 [4, sequences, tokens]. `asked`: int64 [answers' tokens], where in `ids`, flattened, the token before each
+    lies; `targets`: the tokens.
     """
 
-    pixels: Tensor
-    grids: Tensor
+    kind: str
+    drawn: Canvas | None
     ids: Tensor
-    labels: Tensor
+    branches: Tensor
     positions: Tensor
-    mask: Tensor
-    mels: Tensor | None = None
-    lengths: Tensor | None = None
-
-
-def patches(frames: np.ndarray) -> np.ndarray:
-    """uint8 [frames, SIDE, SIDE, 3] → float32 [patches, 1536], as the library's processor gives them. One frame counts
-    for two."""
-    if len(frames) == 1:
-        frames = np.repeat(frames, FRAMES_PER_PATCH, 0)
-    values = frames.astype(np.float32) / 127.5 - 1
-    size = (len(frames) // FRAMES_PER_PATCH, FRAMES_PER_PATCH, GRID, MERGE, PATCH, GRID, MERGE, PATCH, 3)
-    return values.reshape(size).transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, 3 * FRAMES_PER_PATCH * PATCH**2)
+    asked: Tensor
+    targets: Tensor
 
 
 class Sequences:
@@ -76,22 +79,24 @@ class Sequences:
 
     def batch(self, kind: str, made: Sequence[Asked]) -> Answers:
         """Sequences of one kind as tensors."""
-        frames = [pixels for pixels, _, _ in made if pixels is not None]
         sequences = [sequence(self.model_dir, kind, style, questions) for _, style, questions in made]
-        longest = max(len(one.ids) for one in sequences)
-        grid = [len(frames[0]) // FRAMES_PER_PATCH or 1, SIDE // PATCH, SIDE // PATCH] if frames else []
+        longest = -(-max(len(one.ids) for one in sequences) // _ALIGNED) * _ALIGNED
+        labels = torch.stack([_padded(one.labels, longest, _IGNORED) for one in sequences]).flatten()
+        [asks] = (labels != _IGNORED).nonzero(as_tuple=True)
+        scenes = [scene for scene, _, _ in made if scene is not None]
         return Answers(
-            pixels=torch.from_numpy(np.concatenate([patches(one) for one in frames])) if frames else torch.empty(0),
-            grids=torch.tensor([grid] * len(frames)),
+            kind,
+            canvas(scenes) if scenes else None,
             ids=torch.stack([_padded(one.ids, longest, 0) for one in sequences]),
-            labels=torch.stack([_padded(one.labels, longest, _IGNORED) for one in sequences]),
+            branches=torch.stack([_padded(one.branch, longest, -1) for one in sequences]),
             positions=torch.stack([_padded(one.positions, longest, 0) for one in sequences], 1),
-            mask=torch.stack([_mask(one.branch, longest) for one in sequences]),
+            asked=asks - 1,
+            targets=labels[asks],
         )
 
 
-Asked = tuple[np.ndarray | None, str, list[Question]]
-"""Frames (or None), the style of the answers, and questions."""
+Asked = tuple[Scene | None, str, list[Question]]
+"""What is to be seen, the style of the answers, and questions."""
 
 
 def asked(kind: str, rng: random.Random, count: int) -> Asked:
@@ -99,10 +104,11 @@ def asked(kind: str, rng: random.Random, count: int) -> Asked:
     style = rng.choice(["", *STYLES])
     if kind == "nothing":
         return None, style, without_picture(rng, style or "full", count)
-    scene = draw_clip(rng) if kind == "clip" else draw_scene(rng)
     if kind == "clip":
-        return clip(scene), style, about_clip(scene, rng, style or "full", count)
-    return picture(scene)[None], style, about_picture(scene, rng, style or "full", count)
+        scene = draw_clip(rng)
+        return scene, style, about_clip(scene, rng, style or "full", count)
+    scene = draw_scene(rng)
+    return scene, style, about_picture(scene, rng, style or "full", count)
 
 
 @dataclass(frozen=True)
@@ -169,45 +175,40 @@ def _padded(values: Tensor, length: int, filler: int) -> Tensor:
     return functional.pad(values, (0, length - values.shape[-1]), value=filler)
 
 
-def _mask(branch: Tensor, length: int) -> Tensor:
-    """bool [1, length, length]: a token sees the prefix and its own branch, up to itself."""
-    branch = _padded(branch, length, -1)
-    same = (branch[:, None] == branch[None]) | (branch[None] == 0)
-    return torch.tril(same | torch.eye(length, dtype=torch.bool))[None]
+def visible(branches: Tensor) -> Tensor:
+    """[sequences, tokens] → bool [sequences, 1, tokens, tokens]: a token sees what all see and its own branch, up to
+    itself."""
+    same = (branches[:, :, None] == branches[:, None]) | (branches[:, None] == 0)
+    return same.tril()[:, None]
 
 
-def answer_loss(model: Any, batch: Answers) -> tuple[Tensor, dict[str, float]]:
-    """Cross entropy of the answers' tokens."""
-    thinker = model.thinker
-    text = language_model(model)
+def answer_loss(model: Any, batch: Answers, step: int, heard: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Cross entropy of the answers' tokens. `heard`: what the audio encoder gives of spoken questions, in order."""
+    config, text = model.config.thinker_config, language_model(model)
     rows = text.embed_tokens(batch.ids)
-    deep, seen = None, None
-    if len(batch.pixels):
-        found = vision(model)(batch.pixels, grid_thw=batch.grids)
-        pads = [thinker.config.image_token_id, thinker.config.video_token_id]
-        seen = torch.isin(batch.ids, torch.tensor(pads))
-        rows = rows.masked_scatter(seen[..., None], found.pooler_output)
+    deep, pads = None, None
+    if batch.drawn is not None:
+        frames = painted(batch.drawn)
+        found = seen(model, frames.unflatten(0, (len(batch.ids), -1)))
+        pads = (batch.ids == config.image_token_id) | (batch.ids == config.video_token_id)
+        rows = rows.masked_scatter(pads[..., None], found.pooler_output)
         deep = found.deepstack_features
-    if batch.mels is not None:
-        heard = audio_encoder(model)(batch.mels, feature_lens=batch.lengths).last_hidden_state
-        rows = rows.masked_scatter((batch.ids == thinker.config.audio_token_id)[..., None], heard)
+    if heard is not None:
+        rows = rows.masked_scatter((batch.ids == config.audio_token_id)[..., None], heard)
     made = text(
         inputs_embeds=rows,
         position_ids=batch.positions,
-        attention_mask=batch.mask,
-        visual_pos_masks=seen,
+        attention_mask=visible(batch.branches),
+        visual_pos_masks=pads,
         deepstack_visual_embeds=deep,
         use_cache=False,
         output_router_logits=True,
     )
-    answers = batch.labels[:, 1:] != _IGNORED
-    logits = thinker.lm_head(made.last_hidden_state[:, :-1][answers])
-    targets = batch.labels[:, 1:][answers]
-    loss = functional.cross_entropy(logits, targets)
-    right = (logits.argmax(-1) == targets).float().mean().item()
-    kind = "nothing" if seen is None else "clip" if batch.grids[0, 0] > 1 else "picture"
-    kind += "" if batch.mels is None else "_spoken"
-    return loss + _BALANCE * _unevenness(made.router_logits), {f"{kind}_loss": loss.item(), f"{kind}_right": right}
+    logits = model.thinker.lm_head(made.last_hidden_state.flatten(0, 1).index_select(0, batch.asked))
+    loss = functional.cross_entropy(logits, batch.targets)
+    right = (logits.argmax(-1) == batch.targets).float().mean()
+    name = f"spoken {batch.kind}" if heard is not None else batch.kind
+    return loss + _BALANCE * _unevenness(made.router_logits), {f"{name} loss": loss, f"{name} right": right}
 
 
 def _unevenness(router_logits: Sequence[Tensor]) -> Tensor:
@@ -225,11 +226,10 @@ def _unevenness(router_logits: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Cells:
-    """Pictures and what lies under each of their tokens. `things`: int64 [tokens, 3], colour, shape and size of the
-    thing whose centre is there, or -100."""
+    """Pictures, or pairs of a clip's frames, and what lies under each of their tokens. `things`: int64 [tokens, 4]:
+    colour, shape, size and movement of the thing whose centre is there, or -100."""
 
-    pixels: Tensor
-    grids: Tensor
+    drawn: Canvas
     things: Tensor
 
 
@@ -238,54 +238,64 @@ class Labels(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.sorts = [1 + len(COLOURS), len(SHAPES), 2]
-        self.head = nn.Linear(width, sum(self.sorts))
+        self.sorts = {"colour": 1 + len(COLOURS), "shape": len(SHAPES), "size": 2, "movement": 1 + len(DIRECTIONS)}
+        self.head = nn.Linear(width, sum(self.sorts.values()))
 
-    def loss(self, features: Tensor, things: Tensor) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, features: Tensor, things: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         losses, values = [], {}
-        for name, logits, wanted in zip(
-            ("colour", "shape", "size"), self.head(features).split(self.sorts, -1), things.unbind(-1), strict=True
-        ):
+        each = self.head(features).split(list(self.sorts.values()), -1)
+        for name, logits, wanted in zip(self.sorts, each, things.unbind(-1), strict=True):
             losses.append(functional.cross_entropy(logits, wanted))
             known = (wanted > 0) if name == "colour" else wanted >= 0
-            values[f"{name}_right"] = (logits.argmax(-1) == wanted)[known].float().mean().item()
+            values[f"{name} right"] = ((logits.argmax(-1) == wanted) & known).sum() / known.sum()
         return torch.stack(losses).sum(), values
 
 
 def cells(step: int, size: int = 96, seed: int = 0) -> Cells:
-    """A batch of pictures."""
+    """A batch of pictures, or, every fourth, of clips: as many pairs of frames."""
     rng = random.Random(f"cells/{seed}/{step}")
-    scenes = [draw_scene(rng, 2, 7) for _ in range(size)]
-    pixels = np.concatenate([patches(picture(scene)[None]) for scene in scenes])
-    grid = torch.tensor([[1, SIDE // PATCH, SIDE // PATCH]] * size)
-    return Cells(torch.from_numpy(pixels), grid, torch.cat([_things(scene) for scene in scenes]))
+    pairs = FRAMES // FRAMES_PER_PATCH
+    if step % 4 == 3:
+        scenes = [draw_clip(rng) for _ in range(max(size // pairs, 1))]
+    else:
+        scenes = [draw_scene(rng, 2, 7) for _ in range(size)]
+    return Cells(canvas(scenes), torch.cat([_things(scene) for scene in scenes]))
 
 
 def _things(scene: Scene) -> Tensor:
-    """int64 [GRID², 3], of the tokens row by row."""
-    found = torch.full((GRID, GRID, 3), _IGNORED)
+    """int64 [pairs of frames · GRID², 4], of the tokens row by row."""
+    frames = moments(scene)
+    pairs = [(frames[first], frames[min(first + 1, len(frames) - 1)]) for first in range(0, len(frames), 2)]
+    found = torch.full((len(pairs), GRID, GRID, 4), _IGNORED)
     found[..., 0] = 0
-    for thing in scene.things:
-        row, column = min(int(thing.y) // TOKEN, GRID - 1), min(int(thing.x) // TOKEN, GRID - 1)
-        colour, shape = list(COLOURS).index(thing.colour), SHAPES.index(thing.shape)
-        found[row, column] = torch.tensor([1 + colour, shape, int(thing.size == "big")])
-    return found.reshape(-1, 3)
+    for number, pair in enumerate(pairs):
+        for thing, later in zip(*pair, strict=True):
+            x, y = (thing.x + later.x) / 2, (thing.y + later.y) / 2
+            row, column = min(int(y) // TOKEN, GRID - 1), min(int(x) // TOKEN, GRID - 1)
+            move = (_sign(later.x - thing.x), _sign(later.y - thing.y))
+            moved = 1 + list(DIRECTIONS.values()).index(move) if move != (0, 0) else 0
+            colour, shape = list(COLOURS).index(thing.colour), SHAPES.index(thing.shape)
+            found[number, row, column] = torch.tensor([1 + colour, shape, int(thing.size == "big"), moved])
+    return found.reshape(-1, 4)
 
 
-def encoder_part(model: Any) -> Part:
+def _sign(value: float) -> int:
+    return (value > 0) - (value < 0)
+
+
+def encoder_part(model: Any, *, size: int = 96) -> Part:
     """Trains the vision encoder."""
     labels = Labels(model.config.thinker_config.vision_config.out_hidden_size)
 
-    def loss(batch: Cells, step: int) -> tuple[Tensor, dict[str, float]]:
-        features = vision(model)(batch.pixels, grid_thw=batch.grids).pooler_output
-        return labels.loss(features, batch.things)
+    def loss(batch: Cells, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        frames = painted(batch.drawn)
+        pairs = frames[:, None] if step % 4 < 3 else frames.unflatten(0, (-1, FRAMES_PER_PATCH))
+        return labels.loss(seen(model, pairs).pooler_output, batch.things)
 
-    return Part("vision", [vision(model), labels], cells, loss)
+    return Part("vision", [vision(model)], partial(cells, size=size), loss, own=labels)
 
 
 def answers_part(model: Any, model_dir: Path, *, size: int = 32, questions: int = 6) -> Part:
     """Trains vision encoder and language model together."""
-    thinker = model.thinker
-    modules = [vision(model), thinker.model, thinker.lm_head]
-    sequences = Sequences(model_dir, size, KINDS, questions)
-    return Part("answers", modules, sequences, lambda batch, step: answer_loss(model, batch))
+    modules = [vision(model), language_model(model), model.thinker.lm_head]
+    return Part("answers", modules, Sequences(model_dir, size, KINDS, questions), partial(answer_loss, model))

@@ -9,8 +9,9 @@ depend on them.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,137 +21,138 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from demo_model import see
-from demo_model.codec import FRAME, SPEAKERS, Codec, spoken
+from demo_model.codec import FRAME, SPEAKERS, Codec, Encoder, loudness, spoken
 from demo_model.networks import language_model
 from demo_model.questions import STYLES
 from demo_model.training import Part
 
-_IGNORED = -100
-
 
 @dataclass(frozen=True)
 class Spoken:
-    """One answer and its sound. `user`, `answer`: text ids. `positions`: [4, user] of the user's turn. `codes`:
-    [frames, groups]."""
+    """Answers and their sound, as the talker's sequences.
 
-    user: Tensor
+    `text`, `special`: int64 [answers, rows], ids of the thinker's tokens and of the codec's; a row is the sum of both
+    embeddings, and of a frame's codes; -1 stands for nothing. `positions`: int64 [4, answers, rows]. `samples`: int16
+    [answers, frames · FRAME]. Of all answers' frames, in order, `frames`: where one lies in `samples`, and `rows`: in
+    `text`, both flattened. `before`: where the rows lie from which the frames and ends are told; `followed`: which of
+    those a frame follows. All int64.
+    """
+
+    text: Tensor
+    special: Tensor
     positions: Tensor
-    answer: Tensor
-    speaker: str
-    codes: Tensor
+    samples: Tensor
+    frames: Tensor
+    rows: Tensor
+    before: Tensor
+    followed: Tensor
 
 
 class Answers:
     """Makes batches of `Spoken`."""
 
-    def __init__(self, model_dir: Path, codec: Codec, size: int) -> None:
-        self._dir, self._size = model_dir, size
-        self._codes = cache(lambda text, speaker: codes_of(codec, spoken(text, speaker)))
+    def __init__(self, model_dir: Path, config: Any, size: int) -> None:
+        self._dir, self._config, self._size = model_dir, config, size
+        self._newline = see.encode(model_dir, "\n").tolist()
 
-    def __call__(self, step: int) -> list[Spoken]:
+    def __call__(self, step: int) -> Spoken:
         rng = random.Random(f"speak/{step}")
-        return [self._one(rng) for _ in range(self._size)]
+        return self.batch([self._one(rng) for _ in range(self._size)])
 
-    def _one(self, rng: random.Random) -> Spoken:
+    def batch(self, made: Sequence[_One]) -> Spoken:
+        rows, frames = max(len(one.text) for one in made), max(one.frames for one in made)
+        samples = np.zeros((len(made), frames * FRAME), np.int16)
+        places: dict[str, list[int]] = {"frames": [], "rows": [], "before": [], "followed": []}
+        for number, one in enumerate(made):
+            samples[number, : len(one.samples)] = one.samples
+            first = number * rows + len(one.text) - one.frames
+            places["followed"] += range(len(places["before"]), len(places["before"]) + one.frames)
+            places["before"] += range(first - 1, first + one.frames)
+            places["rows"] += range(first, first + one.frames)
+            places["frames"] += range(number * frames, number * frames + one.frames)
+        return Spoken(
+            text=torch.stack([functional.pad(one.text, (0, rows - len(one.text)), value=-1) for one in made]),
+            special=torch.stack([functional.pad(one.special, (0, rows - len(one.text)), value=-1) for one in made]),
+            positions=torch.stack([functional.pad(one.positions, (0, rows - len(one.text))) for one in made], 1),
+            samples=torch.from_numpy(samples),
+            **{name: torch.tensor(place) for name, place in places.items()},
+        )
+
+    def _one(self, rng: random.Random) -> _One:
         kind = rng.choice(see.KINDS)
         style = list(STYLES)[-1]
         while style == list(STYLES)[-1]:  # JSON is not for speaking
             _, style, [question] = see.asked(kind, rng, 1)
+        return self.sequence(kind, question.text, question.answer, rng.choice(list(SPEAKERS)))
+
+    def sequence(self, kind: str, question: str, says: str, speaker: str) -> _One:
+        """An answer to a question about something of a kind."""
+        config, codec = self._config, self._config.talker_config
         prefix, positions = see.prefix(self._dir, kind, "")
-        asks = see.encode(self._dir, f"{question.text}<|im_end|>\n")
-        after = positions.max() + 1 + torch.arange(len(asks)).expand(4, -1)
-        speaker = rng.choice(list(SPEAKERS))
-        return Spoken(
-            torch.cat([prefix, asks]),
+        user = torch.cat([prefix, see.encode(self._dir, f"{question}<|im_end|>\n")])
+        pads = torch.tensor([codec.image_token_id, codec.video_token_id, codec.audio_token_id])
+        answer, samples = see.encode(self._dir, says).tolist(), spoken(says, speaker)
+        frames = -(-len(samples) // FRAME)
+        pad, begin, end = config.tts_pad_token_id, config.tts_bos_token_id, config.tts_eos_token_id
+        opening = [config.im_start_token_id, config.assistant_token_id, *self._newline, *[pad] * 4, begin, answer[0]]
+        follows = [*answer[1:], end, *[pad] * frames][:frames]
+        special = [codec.codec_nothink_id, codec.codec_think_bos_id, codec.codec_think_eos_id]
+        special += [codec.speaker_id[speaker], codec.codec_pad_id, codec.codec_bos_id]
+        text = torch.cat([user.masked_fill(torch.isin(user, pads), -1), torch.tensor(opening + follows)])
+        after = int(positions.max()) + 1 + torch.arange(len(text) - len(prefix)).expand(4, -1)
+        return _One(
+            text,
+            torch.tensor([*[-1] * (len(user) + 3), *special, *[-1] * frames]),
             torch.cat([positions, after], 1),
-            see.encode(self._dir, question.answer),
-            speaker,
-            self._codes(question.answer, speaker),
+            samples,
+            frames,
         )
 
 
-def codes_of(codec: Codec, samples: np.ndarray) -> Tensor:
-    """[samples] → codes [frames, groups]."""
-    frames = -(-len(samples) // FRAME)
-    padded = np.pad(samples, (0, frames * FRAME - len(samples)))
-    return codec.encode(torch.from_numpy(padded)[None])[0]
+@dataclass(frozen=True)
+class _One:
+    """One answer of a `Spoken`, whose last `frames` rows are those of its frames."""
+
+    text: Tensor
+    special: Tensor
+    positions: Tensor
+    samples: np.ndarray
+    frames: int
 
 
-class Speaker:
-    """Builds the talker's sequences, and their losses."""
-
-    def __init__(self, model: Any, model_dir: Path) -> None:
-        self.model, self.talker, config = model, model.talker, model.config
-        self.codec = config.talker_config
-        newline = see.encode(model_dir, "\n").tolist()
-        self.opening = [config.im_start_token_id, config.assistant_token_id, *newline]
-        self.marks = [config.tts_pad_token_id, config.tts_bos_token_id, config.tts_eos_token_id]
-        nn.init.zeros_(self.talker.hidden_projection.linear_fc2.weight)
-        nn.init.zeros_(self.talker.hidden_projection.linear_fc2.bias)
-
-    def loss(self, batch: list[Spoken], step: int) -> tuple[Tensor, dict[str, float]]:
-        """Cross entropy of the codes of all groups, and of the end."""
-        rows, positions, labels, spans = [], [], [], []
-        for one in batch:
-            before, frames = self._rows(one)
-            end = torch.tensor([self.codec.codec_eos_token_id])
-            start = int(one.positions.max()) + 1
-            after = start + torch.arange(len(before) + len(frames) - len(one.user)).expand(4, -1)
-            rows.append(torch.cat([before, frames]))
-            positions.append(torch.cat([one.positions, after], 1))
-            labels.append(torch.cat([one.codes[:, 0], end]))
-            spans.append((len(before) - 1, len(before) + len(frames)))
-        longest = max(map(len, rows))
-        made = self.talker.model(
-            inputs_embeds=torch.stack([functional.pad(one, (0, 0, 0, longest - len(one))) for one in rows]),
-            position_ids=torch.stack([functional.pad(one, (0, longest - one.shape[1])) for one in positions], 1),
-            use_cache=False,
-        ).last_hidden_state
-        hidden = [row[first:last] for row, (first, last) in zip(made, spans, strict=True)]
-        first = functional.cross_entropy(self.talker.codec_head(torch.cat(hidden)), torch.cat(labels))
-        others = self._others(torch.cat([row[:-1] for row in hidden]), torch.cat([one.codes for one in batch]))
-        return first + others, {"first": first.item(), "others": others.item()}
-
-    def _text(self, ids: Tensor) -> Tensor:
-        with torch.no_grad():
-            embedded = language_model(self.model).embed_tokens(ids)
-        return self.talker.text_projection(embedded)
-
-    def _rows(self, one: Spoken) -> tuple[Tensor, Tensor]:
-        """(what comes before the first frame, one row per frame)."""
-        config = self.codec
-        user = self._text(one.user)
-        pads = torch.tensor([config.image_token_id, config.video_token_id, config.audio_token_id])
-        user = user.masked_fill(torch.isin(one.user, pads)[:, None], 0.0)
-        pad, begin, end = self._text(torch.tensor(self.marks)).split(1)
-        opening, answer = self._text(torch.tensor(self.opening)), self._text(one.answer)
-        special = [config.codec_nothink_id, config.codec_think_bos_id, config.codec_think_eos_id]
-        special += [config.speaker_id[one.speaker], config.codec_pad_id, config.codec_bos_id]
-        of_codec = self.talker.get_input_embeddings()(torch.tensor(special))
-        text = torch.cat([opening, pad.expand(4, -1), begin, answer[:1]])
-        before = torch.cat([user, text + functional.pad(of_codec, (0, 0, 3, 0))])
-        trailing = torch.cat([answer[1:], end])[: len(one.codes)]
-        trailing = torch.cat([trailing, pad.expand(len(one.codes) - len(trailing), -1)])
-        return before, self._embedded(one.codes).sum(1) + trailing
-
-    def _embedded(self, codes: Tensor) -> Tensor:
-        """[n, groups] → [n, groups, width]."""
-        tables = [self.talker.get_input_embeddings(), *self.talker.code_predictor.get_input_embeddings()]
-        return torch.stack([table(group) for table, group in zip(tables, codes.unbind(1), strict=True)], 1)
-
-    def _others(self, hidden: Tensor, codes: Tensor) -> Tensor:
-        """Loss of all groups but the first: each from the talker's hidden state and the groups before it."""
-        predictor = self.talker.code_predictor
-        rows = torch.cat([hidden[:, None], self._embedded(codes)[:, :-1]], 1)
-        made = predictor.model(inputs_embeds=rows, use_cache=False).last_hidden_state[:, 1:]
-        logits = torch.stack([head(made[:, index]) for index, head in enumerate(predictor.lm_head)], 1)
-        return functional.cross_entropy(logits.flatten(0, 1), codes[:, 1:].flatten())
+def talker_loss(model: Any, codec: Codec, batch: Spoken, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Cross entropy of the codes of all groups, and of the end."""
+    talker, config = model.talker, model.config.talker_config
+    codes = codec.encode(loudness(batch.samples)).flatten(0, 1).index_select(0, batch.frames)
+    with torch.no_grad():
+        embedded = language_model(model).embed_tokens(batch.text.clamp(min=0))
+    text = talker.text_projection(embedded) * (batch.text >= 0)[..., None]
+    special = talker.get_input_embeddings()(batch.special.clamp(min=0)) * (batch.special >= 0)[..., None]
+    of_frames = _embedded(talker, codes)
+    rows = (text + special).flatten(0, 1).index_add(0, batch.rows, of_frames.sum(1)).view_as(text)
+    made = talker.model(inputs_embeds=rows, position_ids=batch.positions, use_cache=False).last_hidden_state
+    hidden = made.flatten(0, 1).index_select(0, batch.before)
+    wanted = torch.full_like(batch.before, config.codec_eos_token_id).index_copy(0, batch.followed, codes[:, 0])
+    first = functional.cross_entropy(talker.codec_head(hidden), wanted)
+    # each other group from the talker's hidden state and the groups before it
+    predictor = talker.code_predictor
+    begun = torch.cat([hidden.index_select(0, batch.followed)[:, None], of_frames[:, :-1]], 1)
+    told = predictor.model(inputs_embeds=begun, use_cache=False).last_hidden_state[:, 1:]
+    logits = torch.stack([head(told[:, index]) for index, head in enumerate(predictor.lm_head)], 1)
+    others = functional.cross_entropy(logits.flatten(0, 1), codes[:, 1:].flatten())
+    return first + others, {"first": first, "others": others}
 
 
-def speaking_part(model: Any, model_dir: Path, *, size: int = 12) -> Part:
-    """Trains talker and code predictor, after `codec`."""
-    codec = Codec(model.code2wav)
-    left = torch.load(model_dir / "training" / "codec.pt", weights_only=True)["weights"]
-    codec.load_state_dict({name.removeprefix("0."): value for name, value in left.items()})
-    speaker = Speaker(model, model_dir)
-    return Part("speaking", [model.talker], Answers(model_dir, codec, size), speaker.loss)
+def _embedded(talker: Any, codes: Tensor) -> Tensor:
+    """[n, groups] → [n, groups, width]."""
+    tables = [talker.get_input_embeddings(), *talker.code_predictor.get_input_embeddings()]
+    return torch.stack([table(group) for table, group in zip(tables, codes.unbind(1), strict=True)], 1)
+
+
+def speaking_part(model: Any, model_dir: Path, encoder: Encoder, *, size: int = 12) -> Part:
+    """Trains talker and code predictor, after `codec`, whose encoder is given."""
+    codec = Codec(model.code2wav, encoder).to(model.device)
+    projection = model.talker.hidden_projection.linear_fc2
+    nn.init.zeros_(projection.weight)
+    nn.init.zeros_(projection.bias)
+    return Part("speaking", [model.talker], Answers(model_dir, model.config, size), partial(talker_loss, model, codec))

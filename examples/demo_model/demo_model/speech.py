@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -41,6 +42,16 @@ def say(text: str, manner: Manner) -> np.ndarray:
     if library.espeak_Synth(spoken, len(spoken) + 1, 0, 0, 0, _UTF8, None, None):
         raise RuntimeError(f"espeak-ng cannot say {text!r}")
     return np.concatenate(heard).astype(np.float32) / 32768 if heard else np.zeros(0, np.float32)
+
+
+def resampled(samples: np.ndarray, rate: int) -> np.ndarray:
+    """float32 [samples] at `RATE` → at `rate`, through their spectrum."""
+    common = math.gcd(RATE, rate)
+    blocks = -(-len(samples) // (RATE // common) // 16) * 16  # a length whose transform is quick
+    spectrum = np.fft.rfft(samples, blocks * (RATE // common))
+    length = blocks * (rate // common)
+    kept: np.ndarray = np.fft.irfft(spectrum[: length // 2 + 1], length) * (rate / RATE)
+    return kept[: len(samples) * rate // RATE].astype(np.float32)
 
 
 @cache

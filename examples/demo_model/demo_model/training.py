@@ -1,4 +1,4 @@
-"""What all parts of the training share: steps that can be resumed, their log, and the checkpoint at the end."""
+"""What all parts of the training share: steps by number or by time, how they are resumed, and their log."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,42 @@ from torch.utils.data import DataLoader, Dataset
 
 WARM_UP = 100
 """Steps in which the learning rate rises."""
-SAVED_EVERY = 60.0
-"""Seconds."""
+LOGGED_EVERY = 20
+"""Steps."""
+LOG = "log.jsonl"
 
 
 @dataclass(frozen=True)
 class Part:
     """One part of the training.
 
-    `modules` are trained, everything else stays. `batch` makes the data of a step from its number alone, in a process
-    of its own, so that a resumed training sees what an uninterrupted one does. `loss` gives the loss and values to log.
+    `modules` of the model are trained, and `own`, which only the training needs; everything else stays. `batch` makes
+    the data of a step from its number alone, in processes of its own on a CPU, so that a resumed training sees what an
+    uninterrupted one does: a tensor, or a dataclass of them, which is moved to the device. `loss` gives the loss and
+    values to log, on the device.
     """
 
     name: str
     modules: Sequence[nn.Module]
     batch: Callable[[int], Any]
-    loss: Callable[[Any, int], tuple[Tensor, dict[str, float]]]
+    loss: Callable[[Any, int], tuple[Tensor, dict[str, Tensor]]]
+    own: nn.Module | None = None
     rate: float = 1e-3
+
+    def trained(self) -> nn.ModuleList:
+        return nn.ModuleList([*self.modules, *([self.own] if self.own else [])])
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a part is trained: until `steps`, over all calls, or for `minutes` of this one, if that is earlier."""
+
+    steps: float = math.inf
+    minutes: float = math.inf
+
+    def share(self, step: int, seconds: float) -> float:
+        """How much of the training is over; 1 where it ends."""
+        return max(step / self.steps, seconds / 60 / self.minutes if self.minutes > 0 else 1.0)
 
 
 class _Steps(Dataset[Any]):
@@ -49,70 +68,102 @@ class _Steps(Dataset[Any]):
         return self._batch(self._first + index)
 
 
-def train(part: Part, steps: int, directory: Path, *, minutes: float = math.inf) -> bool:
-    """Train until step `steps`, or for `minutes`; go on from what an earlier call left. Returns whether it is finished.
+def train(
+    part: Part, limits: Limits, directory: Path, *, device: torch.device, workers: int = 1, saved_every: float = 60.0
+) -> None:
+    """Train to the limits; go on from what an earlier call, complete or killed, left.
 
-    Writes `<name>.pt`, what is needed to resume, and `<name>.jsonl`, the log, into `directory`.
+    Writes `<name>.pt`, what is needed to go on, every `saved_every` seconds and at the end, and appends to the log.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    left, log = directory / f"{part.name}.pt", directory / f"{part.name}.jsonl"
-    modules = nn.ModuleList(part.modules)
-    parameters = [parameter for parameter in modules.parameters() if parameter.requires_grad]
+    left = directory / f"{part.name}.pt"
+    trained = part.trained().to(device)
+    parameters = [parameter for parameter in trained.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=part.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    first = 0
+    step = 0
     if left.exists():
-        found = torch.load(left, weights_only=True)
-        modules.load_state_dict(found["weights"])
+        found = torch.load(left, weights_only=True, map_location=device)
+        trained.load_state_dict(found["weights"])
         optimizer.load_state_dict(found["optimizer"])
-        first = found["step"]
+        step = found["step"]
     begun = saved = time.monotonic()
-    step, recent = first, []
-    for step, batch in enumerate(_batches(part, first, steps), first):
+    share, recent = limits.share(step, 0.0), _Recent()
+    if share >= 1:
+        return
+    for batch in _batches(part, step, limits, workers):
+        torch.manual_seed(step)
         for group in optimizer.param_groups:
-            group["lr"] = part.rate * _share(step, steps)
-        loss, values = part.loss(batch, step)
+            group["lr"] = part.rate * _rate(step, share)
+        loss, values = part.loss(moved(batch, device), step)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        recent.append({"loss": loss.item(), **values})
+        step += 1
+        recent.add({"loss": loss, **values})
         now = time.monotonic()
-        if (step + 1) % 20 == 0:
-            _write(log, {"step": step + 1, "seconds": round(now - begun, 1), **_means(recent)})
-            recent = []
-        over = now - begun > minutes * 60
-        if now - saved > SAVED_EVERY or over or step + 1 == steps:
-            _save(left, modules, optimizer, step + 1)
+        share = limits.share(step, now - begun)
+        if step % LOGGED_EVERY == 0 or share >= 1:
+            row = {"part": part.name, "step": step, "seconds": round(now - begun, 1), **recent.means()}
+            _write(directory / LOG, row)
+        if now - saved > saved_every or share >= 1:
+            state = {"weights": trained.state_dict(), "optimizer": optimizer.state_dict()}
+            _save(left, {**state, "step": step})
             saved = now
-        if over:
-            break
-    return step + 1 >= steps
+        if share >= 1:
+            return
 
 
-def _batches(part: Part, first: int, steps: int) -> Iterable[Any]:
-    return DataLoader(_Steps(part.batch, first, steps), batch_size=None, num_workers=1, prefetch_factor=4)
+def restore(part: Part, directory: Path) -> bool:
+    """Load what a part has learned, if it has been trained; return whether it has."""
+    left = directory / f"{part.name}.pt"
+    if left.exists():
+        part.trained().load_state_dict(torch.load(left, weights_only=True, map_location="cpu")["weights"])
+    return left.exists()
 
 
-def _share(step: int, steps: int) -> float:
-    """Of the learning rate: a short rise, then half a cosine down to a twentieth."""
-    if step < WARM_UP:
-        return (step + 1) / WARM_UP
-    return 0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2
+def moved(value: Any, device: torch.device) -> Any:
+    """A batch on the device: tensors, and dataclasses of them; everything else stays."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: moved(getattr(value, field.name), device) for field in fields(value)})
+    return value
 
 
-def _save(path: Path, modules: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+def _batches(part: Part, first: int, limits: Limits, workers: int) -> Iterable[Any]:
+    last = first + 10**9 if limits.steps == math.inf else int(limits.steps)
+    return DataLoader(_Steps(part.batch, first, last), batch_size=None, num_workers=workers, prefetch_factor=3)
+
+
+def _rate(step: int, share: float) -> float:
+    """Of the learning rate: a short rise, then half a cosine down to a fiftieth."""
+    return min((step + 1) / WARM_UP, 1.0) * (0.02 + 0.98 * (1 + math.cos(math.pi * min(share, 1.0))) / 2)
+
+
+def _save(path: Path, state: dict[str, Any]) -> None:
     beside = path.with_suffix(".new")
-    torch.save({"weights": modules.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, beside)
+    torch.save(state, beside)
     beside.replace(path)
 
 
-def _means(rows: list[dict[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for row in rows for name in row)
-    found = {name: [row[name] for row in rows if name in row] for name in names}
-    return {name: round(sum(values) / len(values), 4) for name, values in found.items()}
+class _Recent:
+    """Values of the steps since the last line of the log. They stay on the device, so that no step waits for it."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[Tensor]] = {}
+
+    def add(self, values: dict[str, Tensor]) -> None:
+        for name, value in values.items():
+            self._rows.setdefault(name, []).append(value.detach())
+
+    def means(self) -> dict[str, float]:
+        """The mean of each value; forgets them."""
+        found = {name: round(torch.stack(values).mean().item(), 4) for name, values in self._rows.items()}
+        self._rows = {}
+        return found
 
 
-def _write(path: Path, row: dict[str, float]) -> None:
+def _write(path: Path, row: dict[str, Any]) -> None:
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
-    print(path.stem, row, flush=True)
+    print(json.dumps(row), flush=True)

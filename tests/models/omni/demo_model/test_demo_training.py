@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import sys
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,12 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(untrained: Path) -> Any:
-    from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeForConditionalGeneration
+    """As it is trained, with the training's own functions in it."""
+    from demo_model import networks
 
-    return Qwen3OmniMoeForConditionalGeneration.from_pretrained(untrained, dtype=torch.float32).eval()
+    model = networks.Qwen3OmniMoeForConditionalGeneration.from_pretrained(untrained, dtype=torch.float32)
+    networks.prepare(model, torch.device("cpu"))
+    return model.eval()
 
 
 def test_an_answer_is_right_for_its_own_question_only() -> None:
@@ -66,14 +70,20 @@ def test_pixels_and_positions_are_those_of_the_library(untrained: Path, model: A
     from demo_model import scenes, see
     from PIL import Image
 
-    from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeProcessor
+    from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeForConditionalGeneration, Qwen3OmniMoeProcessor
 
     processor = Qwen3OmniMoeProcessor.from_pretrained(untrained)
+    library = Qwen3OmniMoeForConditionalGeneration.from_pretrained(untrained, dtype=torch.float32).eval()
     for kind in see.KINDS[2:4]:
-        frames, style, asked = see.asked(kind, random.Random(1), 3)
-        batch = see.Sequences(untrained, 1, [kind], 3).batch(kind, [(frames, style, asked)])
+        scene, style, asked = see.asked(kind, random.Random(1), 3)
+        assert scene is not None
+        frames = scenes.clip(scene)
+        batch = see.Sequences(untrained, 1, [kind], 3).batch(kind, [(scene, style, asked)])
+        assert batch.drawn is not None
+        quiet = replace(batch, drawn=replace(batch.drawn, noise=torch.zeros(len(frames))))
+        frames = scenes.painted(quiet.drawn).numpy()
         with torch.no_grad():
-            loss, values = see.answer_loss(model, batch)
+            loss, values = see.answer_loss(model, quiet, 0)
         losses = []
         for one in asked:
             media = {"picture": "<|image_pad|>", "clip": "<|video_pad|>"}[kind]
@@ -86,55 +96,95 @@ def test_pixels_and_positions_are_those_of_the_library(untrained: Path, model: A
             inputs = processor(text=text, return_tensors="pt", **given)
             answer = len(see.encode(untrained, f"{one.answer}<|im_end|>"))
             with torch.no_grad():
-                logits = model.thinker(**inputs).logits[0, -answer - 1 : -1]
+                logits = library.thinker(**inputs).logits[0, -answer - 1 : -1]
             losses.append(torch.nn.functional.cross_entropy(logits, inputs["input_ids"][0, -answer:], reduction="none"))
-        assert values[f"{kind}_loss"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-4)
-        assert loss.item() > values[f"{kind}_loss"]  # and the experts' balance
-    still = scenes.picture(scenes.draw_scene(random.Random(2)))
-    moved = np.roll(still, 1, axis=1)
-    assert not np.array_equal(see.patches(still[None]), see.patches(moved[None]))
+        assert values[f"{kind} loss"].item() == pytest.approx(torch.cat(losses).mean().item(), abs=1e-4)
+        assert loss.item() > values[f"{kind} loss"].item()  # and the experts' balance
+    still, moved = scenes.draw_scene(random.Random(2)), scenes.draw_scene(random.Random(3))
+    assert np.array_equal(scenes.picture(still), scenes.picture(still))
+    assert not np.array_equal(scenes.picture(still), scenes.picture(moved))
 
 
-def test_resumed_training_equals_an_uninterrupted_one(untrained: Path, tmp_path: Path) -> None:
-    from demo_model import see
-    from demo_model.training import Part, train
+def test_spectra_rows_and_experts_are_those_of_the_library(untrained: Path, model: Any) -> None:
+    """Recordings at once give what the library gives each, and all experts what those chosen give."""
+    from demo_model import hear, networks
+    from transformers import WhisperFeatureExtractor
 
     from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeForConditionalGeneration
 
-    def trained(directory: Path, *stops: float) -> tuple[dict[str, torch.Tensor], list[bool]]:
-        finished = []
-        for minutes in stops:
-            torch.manual_seed(0)
-            model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(untrained, dtype=torch.float32)
-            whole = see.encoder_part(model)
-            part = Part("vision", whole.modules, partial(see.cells, size=2), whole.loss)
-            finished.append(train(part, 3, directory, minutes=minutes))
-        return dict(see.vision(model).state_dict()), finished
+    library = Qwen3OmniMoeForConditionalGeneration.from_pretrained(untrained, dtype=torch.float32).eval()
+    extractor = WhisperFeatureExtractor.from_pretrained(untrained)
+    rng = np.random.default_rng(0)
+    sounds = [rng.normal(0, 0.1, length).astype(np.float32) for length in (40_000, 16_160, 160_123)]
+    given = hear.recordings(sounds)
+    mels = hear.spectra(given)
+    with torch.no_grad():
+        rows = networks.heard(model, mels, given.lengths)
+    for number, (one, length) in enumerate(zip(sounds, given.lengths, strict=True)):
+        wanted = extractor(one, sampling_rate=hear.HEARD_RATE, padding=True, return_tensors="pt").input_features[0]
+        assert torch.allclose(mels[number, :, :length], wanted[:, :length], atol=2e-2)  # int16 on the way
+        with torch.no_grad():
+            alone = networks.audio_encoder(library)(mels[number, :, :length], feature_lens=torch.tensor([length]))
+        mine, rows = rows.split([networks.rows_of(length), len(rows) - networks.rows_of(length)])
+        assert torch.allclose(mine, alone.last_hidden_state, atol=1e-4)
+    assert not len(rows)
+    experts = networks.language_model(library).layers[0].mlp.experts
+    states = torch.randn(7, experts.hidden_dim)
+    chosen = torch.stack([torch.randperm(experts.num_experts)[:2] for _ in range(7)])
+    weights = torch.rand(7, 2)
+    assert torch.allclose(
+        networks.all_experts(experts, states, chosen, weights), experts(states, chosen, weights), atol=1e-5
+    )
 
-    once, [done] = trained(tmp_path / "once", 10)
-    twice, dones = trained(tmp_path / "twice", 0, 0, 10)
-    assert [done, *dones] == [True, False, False, True]
+
+def test_resumed_training_equals_an_uninterrupted_one(untrained: Path, tmp_path: Path) -> None:
+    """And training by time ends with it, at a low rate."""
+    from demo_model import networks, see
+    from demo_model.training import LOG, Limits, Part, train
+
+    def trained(directory: Path, limits: Limits, stops: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
+        directory.mkdir(exist_ok=True)
+        for stop in (*stops, None):
+            torch.manual_seed(0)
+            model = networks.Qwen3OmniMoeForConditionalGeneration.from_pretrained(untrained, dtype=torch.float32)
+            networks.prepare(model, torch.device("cpu"))
+            whole = see.encoder_part(model, size=2)
+
+            def loss(batch: Any, step: int, stop: int | None = stop, whole: Part = whole) -> Any:
+                if step == stop:
+                    raise KeyboardInterrupt
+                return whole.loss(batch, step)
+
+            with contextlib.suppress(KeyboardInterrupt):
+                train(replace(whole, loss=loss), limits, directory, device=torch.device("cpu"), saved_every=0)
+        return dict(see.vision(model).state_dict())
+
+    once = trained(tmp_path / "once", Limits(steps=5))
+    twice = trained(tmp_path / "twice", Limits(steps=5), (0, 2, 4))
     assert all(torch.equal(once[name], twice[name]) for name in once)
-    before = Qwen3OmniMoeForConditionalGeneration.from_pretrained(untrained, dtype=torch.float32)
+    before = networks.Qwen3OmniMoeForConditionalGeneration.from_pretrained(untrained, dtype=torch.float32)
     assert not torch.equal(see.vision(before).patch_embed.proj.weight, once["patch_embed.proj.weight"])
+    trained(tmp_path / "timed", Limits(minutes=0.02))
+    last = json.loads((tmp_path / "timed" / LOG).read_text().splitlines()[-1])
+    assert last["seconds"] >= 1.2
 
 
 def test_sound_becomes_spectra_and_codes(untrained: Path, model: Any) -> None:
     pytest.importorskip("espeakng_loader")
-    from demo_model import codec, hear
+    from demo_model import codec, hear, networks
 
-    [wanted] = hear.SpokenSequences(untrained, 1, ["nothing"], 1)(0).lengths.tolist()
-    assert wanted > 50
-    heard = hear.SpokenSequences(untrained, 2, ["nothing"], 2)(0)
-    assert int((heard.ids == model.config.thinker_config.audio_token_id).sum()) == sum(
-        hear.rows_of(length) for length in heard.lengths.tolist()
+    heard = hear.SpokenSequences(untrained, 2, ["nothing"], 2).spoken(0)
+    assert heard.said is not None
+    assert min(heard.said.lengths) > 50
+    assert int((heard.answers.ids == model.config.thinker_config.audio_token_id).sum()) == sum(
+        networks.rows_of(length) for length in heard.said.lengths
     )
-    learning = codec.Codec(model.code2wav)
-    clip = codec.clips(0, size=2)
-    codes = learning.encode(clip.samples)
-    assert codes.shape == (2, clip.samples.shape[1] // codec.FRAME, model.code2wav.config.num_quantizers)
+    learning = codec.Codec(model.code2wav, codec.Encoder(model.config.code2wav_config.hidden_size))
+    clip = codec.loudness(codec.clips(0, size=2))
+    codes = learning.encode(clip)
+    assert codes.shape == (2, clip.shape[1] // codec.FRAME, model.code2wav.config.num_quantizers)
     with torch.no_grad():
         rows = torch.stack([books[codes[..., index]] for index, books in enumerate(learning.codebooks())]).sum(0)
         whole = model.code2wav(codes.transpose(1, 2))[:, 0]
         assert torch.allclose(learning.decode(rows).clamp(-1, 1), whole, atol=1e-5)
-    assert whole.shape[1] == clip.samples.shape[1] - codec.LOST
+    assert whole.shape[1] == clip.shape[1] - codec.LOST

@@ -1,0 +1,160 @@
+"""Which parts the training has, what each needs, and which run at the same time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from demo_model import codec, hear, see, speak
+from demo_model.networks import Qwen3OmniMoeForConditionalGeneration, prepare
+from demo_model.training import Limits, Part, restore, train
+
+PARTS = ("codec", "vision", "dictation", "answers", "hearing", "speaking")
+"""In an order in which each finds what it needs; what a later one has learned counts."""
+STEPS = {"vision": 800, "answers": 3000, "dictation": 2000, "hearing": 2000, "codec": 1500, "speaking": 3000}
+SIZES = {
+    "cpu": {"vision": 96, "answers": 32, "dictation": 32, "hearing": 24, "codec": 12, "speaking": 12},
+    "cuda": {"vision": 256, "answers": 128, "dictation": 64, "hearing": 64, "codec": 48, "speaking": 64},
+}
+"""Pictures, sequences or recordings of a batch."""
+NEEDS = {"answers": ("vision",), "hearing": ("answers", "dictation"), "speaking": ("codec", "answers")}
+LINES: dict[str, tuple[dict[str, float], ...]] = {
+    "cpu": ({"codec": 0.2, "vision": 0.3, "dictation": 0.45, "answers": 0.65, "hearing": 0.85, "speaking": 1.0},),
+    "cuda": ({"vision": 0.15, "answers": 0.5, "hearing": 1.0}, {"codec": 0.5, "speaking": 1.0}, {"dictation": 0.5}),
+}
+"""Parts that one process trains in turn, and which share of the time is over when each must end; lines run at once."""
+SHARD = "15MB"
+"""The largest file of weights."""
+_OWN = "own.safetensors"
+"""What only the training needs of finished parts; lies beside their logs."""
+
+
+@dataclass(frozen=True)
+class Options:
+    directory: Path
+    device: torch.device
+    workers: int
+    threads: int
+
+    @property
+    def training(self) -> Path:
+        return self.directory / "training"
+
+
+def limits(part: str, steps: int | None, minutes: float | None) -> Limits:
+    if minutes is not None:
+        return Limits(steps or math.inf, minutes)
+    return Limits(steps or STEPS[part])
+
+
+def train_one(name: str, options: Options, given: Limits) -> None:
+    """Train one part on what the parts before it have learned."""
+    torch.set_num_threads(options.threads)
+    torch.set_float32_matmul_precision("high")  # float32 with a GPU's fast products; the weights are small
+    model = _model(options)
+    prepare(model, options.device)
+    for before in PARTS[: PARTS.index(name)]:
+        restore(_part(before, model, options), options.training)
+    part = _part(name, model, options)
+    train(part, given, options.training, device=options.device, workers=options.workers)
+
+
+def _model(options: Options) -> Any:
+    return Qwen3OmniMoeForConditionalGeneration.from_pretrained(options.directory, dtype=torch.float32)
+
+
+def _part(name: str, model: Any, options: Options) -> Part:
+    """A part as it begins: what it trains of the model, and its own, is what an earlier `assemble` left."""
+    directory, size = options.directory, SIZES[options.device.type][name]
+    if name == "vision":
+        part = see.encoder_part(model, size=size)
+    elif name == "answers":
+        part = see.answers_part(model, directory, size=size)
+    elif name == "dictation":
+        part = hear.dictation_part(model, directory, size=size)
+    elif name == "hearing":
+        part = hear.hearing_part(model, directory, size=size)
+    elif name == "codec":
+        part = codec.codec_part(model, size=size)
+    else:
+        learned = _part("codec", model, options)
+        restore(learned, options.training)
+        part = speak.speaking_part(model, directory, learned.own, size=size)
+    if part.own and (kept := _kept(name, options)):
+        part.own.load_state_dict(kept)
+    return part
+
+
+def _kept(name: str, options: Options) -> dict[str, Tensor]:
+    """What an earlier `assemble` kept of a part's own; empty where it has not been trained."""
+    path = options.training / _OWN
+    kept = load_file(path) if path.exists() else {}
+    return {key.removeprefix(f"{name}."): value for key, value in kept.items() if key.startswith(f"{name}.")}
+
+
+def assemble(options: Options) -> None:
+    """Write what all parts have learned into the checkpoint, in bfloat16."""
+    options = replace(options, device=torch.device("cpu"))
+    model, own = _model(options), {}
+    for name in PARTS:
+        part = _part(name, model, options)
+        if restore(part, options.training) or _kept(name, options):
+            own.update({f"{name}.{key}": value for key, value in (part.own.state_dict() if part.own else {}).items()})
+    model.to(torch.bfloat16).save_pretrained(options.directory, max_shard_size=SHARD)
+    if (options.directory / "model.safetensors.index.json").exists():
+        (options.directory / "model.safetensors").unlink(missing_ok=True)  # the untrained one, which would count
+    save_file({key: value.to(torch.bfloat16).contiguous() for key, value in own.items()}, options.training / _OWN)
+
+
+def train_all(options: Options, parts: Sequence[str], steps: int | None, minutes: float | None) -> None:
+    """Train several parts, each line of them in a process of its own. Raises `RuntimeError` if one of them fails."""
+    context = torch.multiprocessing.get_context("spawn")
+    lines = [{part: end for part, end in line.items() if part in parts} for line in LINES[options.device.type]]
+    lines = [line for line in lines if line]
+    done = {part: context.Event() for part in parts}
+    workers = max(options.workers // len(lines), 1)
+    each = Options(options.directory, options.device, workers, options.threads)
+    begun = time.time()
+    processes = [
+        context.Process(target=_line, args=(line, done, each, steps, minutes and (begun, minutes))) for line in lines
+    ]
+    for process in processes:
+        process.start()
+    running = {process.sentinel: process for process in processes}
+    while running:
+        for sentinel in wait(list(running)):
+            process = running.pop(sentinel)  # type: ignore[call-overload]
+            process.join()
+            if process.exitcode:
+                for other in running.values():
+                    other.terminate()
+                raise RuntimeError(f"a process of the training ended with {process.exitcode}; its message is above")
+
+
+def _line(
+    line: Mapping[str, float],
+    done: Mapping[str, Event],
+    options: Options,
+    steps: int | None,
+    time_given: tuple[float, float] | None,
+) -> None:
+    for name, end in line.items():
+        for needed in NEEDS.get(name, ()):
+            if needed in done:
+                done[needed].wait()
+        minutes = None
+        if time_given:
+            begun, whole = time_given
+            minutes = max(whole * end - (time.time() - begun) / 60, 0.0)
+        train_one(name, options, limits(name, steps, minutes))
+        done[name].set()
