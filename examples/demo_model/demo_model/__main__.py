@@ -29,12 +29,15 @@ def main() -> None:
     if not (given.directory / "config.json").exists() and given.command in ("create", "all"):
         create(given.directory)
     options.training.mkdir(exist_ok=True)
-    if given.command == "all":
-        train_all(options, given.parts, given.steps, given.minutes)
-    elif given.command in PARTS:
-        train_one(given.command, options, limits(given.command, given.steps, given.minutes))
-    if given.command != "create":
-        assemble(options)
+    if given.command == "create":
+        return
+    try:
+        if given.command == "all":
+            train_all(options, given.parts, given.steps, given.minutes)
+        elif given.command in PARTS:
+            train_one(given.command, options, limits(given.command, given.steps, given.minutes))
+    finally:
+        assemble(options)  # of what has been learned until it was stopped, or failed
 
 
 if __name__ == "__main__":

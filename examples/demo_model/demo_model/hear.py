@@ -170,13 +170,14 @@ class SpokenSequences(see.Sequences):
         said = recordings([sound(one.text, rng) for _, _, questions in made for one in questions])
         lengths = iter(said.lengths)
         replaced = [
-            (scene, style, [replace(one, text=_placeholder(next(lengths))) for one in questions])
+            (scene, style, [replace(one, text=placeholder(next(lengths))) for one in questions])
             for scene, style, questions in made
         ]
         return SpokenAnswers(self.batch(kind, replaced), said)
 
 
-def _placeholder(length: int) -> str:
+def placeholder(length: int) -> str:
+    """What stands in a prompt for a recording of so many spectra."""
     return f"<|audio_start|>{'<|audio_pad|>' * rows_of(length)}<|audio_end|>"
 
 

@@ -107,7 +107,7 @@ def seen(model: Any, frames: Tensor) -> Any:
     pixels = patches(frames)
     grid = frames.shape[2] // PATCH
     count = len(pixels) // grid**2
-    indices, weights, places = (one.to(pixels.device) for one in _of_one_picture(vision(model), grid))
+    indices, weights, places = _of_one_picture(vision(model), grid, pixels.device)
     return vision(model)(
         pixels,
         grid_thw=torch.tensor([[count, grid, grid]]),
@@ -131,8 +131,8 @@ def patches(frames: Tensor) -> Tensor:
 
 
 @cache
-def _of_one_picture(encoder: Any, grid: int) -> tuple[Tensor, Tensor, Tensor]:
-    shape = torch.tensor([[1, grid, grid]])
+def _of_one_picture(encoder: Any, grid: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    shape = torch.tensor([[1, grid, grid]], device=device)
     indices, weights = get_vision_interpolation_indices_and_weights(
         shape,
         num_grid_per_side=encoder.num_grid_per_side,

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -33,6 +34,8 @@ LINES: dict[str, tuple[dict[str, float], ...]] = {
     "cuda": ({"vision": 0.15, "answers": 0.5, "hearing": 1.0}, {"codec": 0.5, "speaking": 1.0}, {"dictation": 0.5}),
 }
 """Parts that one process trains in turn, and which share of the time is over when each must end; lines run at once."""
+WORKERS = {"vision": 0.36, "answers": 0.36, "dictation": 0.36, "codec": 0.28, "hearing": 0.65, "speaking": 0.35}
+"""Which share of the processes that make data a part gets while others run: recordings take the longest."""
 SHARD = "15MB"
 """The largest file of weights."""
 _OWN = "own.safetensors"
@@ -117,17 +120,16 @@ def assemble(options: Options) -> None:
 
 
 def train_all(options: Options, parts: Sequence[str], steps: int | None, minutes: float | None) -> None:
-    """Train several parts, each line of them in a process of its own. Raises `RuntimeError` if one of them fails."""
+    """Train several parts, each line of them in a process of its own.
+
+    Raises `RuntimeError` if one of them fails, when those that need nothing of it are finished.
+    """
     context = torch.multiprocessing.get_context("spawn")
     lines = [{part: end for part, end in line.items() if part in parts} for line in LINES[options.device.type]]
-    lines = [line for line in lines if line]
     done = {part: context.Event() for part in parts}
-    workers = max(options.workers // len(lines), 1)
-    each = Options(options.directory, options.device, workers, options.threads)
-    begun = time.time()
-    processes = [
-        context.Process(target=_line, args=(line, done, each, steps, minutes and (begun, minutes))) for line in lines
-    ]
+    failed = context.Event()
+    given = _Given(options, steps, minutes, time.time(), done, failed)
+    processes = [context.Process(target=_line, args=(line, given)) for line in lines if line]
     for process in processes:
         process.start()
     running = {process.sentinel: process for process in processes}
@@ -136,25 +138,39 @@ def train_all(options: Options, parts: Sequence[str], steps: int | None, minutes
             process = running.pop(sentinel)  # type: ignore[call-overload]
             process.join()
             if process.exitcode:
-                for other in running.values():
-                    other.terminate()
-                raise RuntimeError(f"a process of the training ended with {process.exitcode}; its message is above")
+                failed.set()
+    if failed.is_set():
+        codes = [process.exitcode for process in processes]
+        raise RuntimeError(f"processes of the training ended with {codes}; their messages are above")
 
 
-def _line(
-    line: Mapping[str, float],
-    done: Mapping[str, Event],
-    options: Options,
-    steps: int | None,
-    time_given: tuple[float, float] | None,
-) -> None:
+@dataclass(frozen=True)
+class _Given:
+    """What all lines know. `begun`: seconds since 1970; `done`: set when a part is."""
+
+    options: Options
+    steps: int | None
+    minutes: float | None
+    begun: float
+    done: Mapping[str, Event]
+    failed: Event
+
+
+def _line(line: Mapping[str, float], given: _Given) -> None:
     for name, end in line.items():
         for needed in NEEDS.get(name, ()):
-            if needed in done:
-                done[needed].wait()
+            _wait(given, needed)
         minutes = None
-        if time_given:
-            begun, whole = time_given
-            minutes = max(whole * end - (time.time() - begun) / 60, 0.0)
-        train_one(name, options, limits(name, steps, minutes))
-        done[name].set()
+        if given.minutes is not None:
+            minutes = max(given.minutes * end - (time.time() - given.begun) / 60, 0.0)
+        workers = max(round(given.options.workers * WORKERS[name]), 1)
+        train_one(name, replace(given.options, workers=workers), limits(name, given.steps, minutes))
+        given.done[name].set()
+
+
+def _wait(given: _Given, needed: str) -> None:
+    """Wait until a part that is trained in another line is done."""
+    while needed in given.done and not given.done[needed].wait(1.0):
+        above = parent_process()
+        if given.failed.is_set() or (above and not above.is_alive()):
+            raise RuntimeError(f"{needed} will not be done: another process has failed")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class Answers:
 
     `kind`: for the log. `drawn`: their frames, in order. `ids`, `branches`: int64 [sequences, tokens]; a branch is 0
     for what all questions see, then the number of the question, and -1 where a sequence is filled up. `positions`:
-    int64 [4, sequences, tokens]. `asked`: int64 [answers' tokens], where in `ids`, flattened, the token before each
+    int64 [3, sequences, tokens]. `asked`: int64 [answers' tokens], where in `ids`, flattened, the token before each
     lies; `targets`: the tokens.
     """
 
@@ -131,7 +131,7 @@ def sequence(model_dir: Path, kind: str, style: str, questions: Sequence[Questio
         says = encode(model_dir, f"{question.answer}<|im_end|>")
         ids = torch.cat([asks, says])
         labels = torch.cat([torch.full_like(asks, _IGNORED), says])
-        positions = (after + torch.arange(len(ids))).expand(4, -1)
+        positions = (after + torch.arange(len(ids))).expand(3, -1)
         parts.append((ids, labels, positions, torch.full_like(ids, number)))
     return _Sequence(*(torch.cat(column, -1) for column in zip(*parts, strict=True)))
 
@@ -143,13 +143,15 @@ def _tokenizer(model_dir: Path) -> Any:
     return Tokenizer.from_file(str(model_dir / "tokenizer.json"))
 
 
+@lru_cache(100_000)
 def encode(model_dir: Path, text: str) -> Tensor:
+    """int64 [tokens]."""
     return torch.tensor(_tokenizer(model_dir).encode(text).ids)
 
 
 @cache
 def prefix(model_dir: Path, kind: str, style: str) -> tuple[Tensor, Tensor]:
-    """Ids and positions [4, tokens] of a prompt up to where the question begins."""
+    """Ids and positions [3, tokens] of a prompt up to where the question begins."""
     from transformers import AutoConfig
 
     from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeThinkerForConditionalGeneration
@@ -167,8 +169,7 @@ def prefix(model_dir: Path, kind: str, style: str) -> tuple[Tensor, Tensor]:
     given = {"picture": {"image_grid_thw": grid}, "clip": {"video_grid_thw": grid, "second_per_grids": torch.ones(1)}}
     index = getattr(thinker, "get_rope_index", None) or thinker.model.get_rope_index
     positions, _ = index(ids[None], attention_mask=torch.ones_like(ids[None]), **given.get(kind, {}))
-    positions = positions[:, 0].long()
-    return ids, torch.cat([positions[:1], positions])
+    return ids, positions[:, 0].long()
 
 
 def _padded(values: Tensor, length: int, filler: int) -> Tensor:

@@ -22,9 +22,13 @@ from torch.nn import functional
 
 from demo_model import see
 from demo_model.codec import FRAME, SPEAKERS, Codec, Encoder, loudness, spoken
+from demo_model.hear import placeholder
 from demo_model.networks import language_model
 from demo_model.questions import STYLES
 from demo_model.training import Part
+
+_HEARD = 0.4
+"""Share of the questions that are spoken: the talker sees nothing of them."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Spoken:
     """Answers and their sound, as the talker's sequences.
 
     `text`, `special`: int64 [answers, rows], ids of the thinker's tokens and of the codec's; a row is the sum of both
-    embeddings, and of a frame's codes; -1 stands for nothing. `positions`: int64 [4, answers, rows]. `samples`: int16
+    embeddings, and of a frame's codes; -1 stands for nothing. `positions`: int64 [3, answers, rows]. `samples`: int16
     [answers, frames · FRAME]. Of all answers' frames, in order, `frames`: where one lies in `samples`, and `rows`: in
     `text`, both flattened. `before`: where the rows lie from which the frames and ends are told; `followed`: which of
     those a frame follows. All int64.
@@ -83,7 +87,8 @@ class Answers:
         style = list(STYLES)[-1]
         while style == list(STYLES)[-1]:  # JSON is not for speaking
             _, style, [question] = see.asked(kind, rng, 1)
-        return self.sequence(kind, question.text, question.answer, rng.choice(list(SPEAKERS)))
+        text = placeholder(rng.randint(80, 500)) if rng.random() < _HEARD else question.text
+        return self.sequence(kind, text, question.answer, rng.choice(list(SPEAKERS)))
 
     def sequence(self, kind: str, question: str, says: str, speaker: str) -> _One:
         """An answer to a question about something of a kind."""
@@ -99,7 +104,7 @@ class Answers:
         special = [codec.codec_nothink_id, codec.codec_think_bos_id, codec.codec_think_eos_id]
         special += [codec.speaker_id[speaker], codec.codec_pad_id, codec.codec_bos_id]
         text = torch.cat([user.masked_fill(torch.isin(user, pads), -1), torch.tensor(opening + follows)])
-        after = int(positions.max()) + 1 + torch.arange(len(text) - len(prefix)).expand(4, -1)
+        after = int(positions.max()) + 1 + torch.arange(len(text) - len(prefix)).expand(3, -1)
         return _One(
             text,
             torch.tensor([*[-1] * (len(user) + 3), *special, *[-1] * frames]),
