@@ -14,8 +14,8 @@ from taking import KEY, take, until
 
 from segue.connectors.base import Arrived, Coming, Gone
 from segue.connectors.narrow import narrowed, widened
-from segue.connectors.tcp import TcpConnector
-from segue.connectors.tcp_wire import MAGIC, NONCE
+from segue.connectors.tcp.connector import TcpConnector
+from segue.connectors.tcp.wire import MAGIC, NONCE
 from segue.messages.errors import ConfigError
 
 MIB = 1 << 20
@@ -148,7 +148,7 @@ def test_metadata_of_a_producer_whose_port_another_has_now(ends: tuple[TcpConnec
 
 def test_a_payload_whose_connection_broke_waits_again(ends: tuple[TcpConnector, TcpConnector]) -> None:
     """A consumer dies in the middle of a fetch; its successor gets the whole payload."""
-    from segue.connectors.tcp_wire import GET, REQUEST, as_consumer, receive
+    from segue.connectors.tcp.wire import GET, REQUEST, as_consumer, receive
 
     producer, consumer = ends
     metadata = put(producer, numbers(64 * MIB))

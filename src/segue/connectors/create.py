@@ -9,7 +9,7 @@ from segue.connectors.base import Connector
 from segue.connectors.device import DeviceMemory
 from segue.connectors.inproc import InProcessConnector
 from segue.connectors.shm import SharedMemoryConnector
-from segue.connectors.tcp import TcpConnector
+from segue.connectors.tcp.connector import TcpConnector
 from segue.messages.errors import ConfigError, nearest
 
 _KEYS: dict[str, tuple[str, ...]] = {

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from segue.connectors.payload import Encoded, as_carrier
-from segue.connectors.tcp_wire import (
+from segue.connectors.tcp.wire import (
     ANSWER,
     DONE,
     GET,

@@ -2,7 +2,7 @@
 
 Payloads below `inline_threshold_bytes` travel in the metadata. Others are sent straight from the producer's tensors
 (those on a device are copied to the host once) and received into memory that is used again: one copy on each side, the
-kernel's. Both sides prove that they know the key of the system (`tcp_wire`).
+kernel's. Both sides prove that they know the key of the system (`wire`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from segue.connectors.base import Arrived, Fetched, Gone, Payload, Reach
 from segue.connectors.narrow import narrowed, widened
 from segue.connectors.payload import PayloadError, measure, read_from
 from segue.connectors.shm_metadata import Inline, written
-from segue.connectors.tcp_consumer import Consumer, Place
-from segue.connectors.tcp_producer import Producer
+from segue.connectors.tcp.consumer import Consumer, Place
+from segue.connectors.tcp.producer import Producer
 from segue.messages.errors import ConfigError, StageFailed
 
 MAX_BYTES = 1 << 30
@@ -45,7 +45,7 @@ class TcpConnector:
     invalid values.
 
     Thread-safe. A payload of a producer that dies is gone; one whose link is down for less than
-    `tcp_wire.SILENCE_SECONDS` arrives.
+    `wire.SILENCE_SECONDS` arrives.
     """
 
     reach: Reach = "network"

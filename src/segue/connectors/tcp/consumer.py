@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from segue.connectors.base import Arrived, Coming, Fetched, Gone
 from segue.connectors.payload import PayloadError, read_from
-from segue.connectors.tcp_producer import end
-from segue.connectors.tcp_wire import (
+from segue.connectors.tcp.producer import end
+from segue.connectors.tcp.wire import (
     ANSWER,
     DONE,
     GET,
