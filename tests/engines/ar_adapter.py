@@ -19,7 +19,8 @@ from transformers import (
 
 from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt, Vocabulary
 from segue.engines.autoregressive.engine import AutoregressiveEngine
-from segue.engines.contract import Payload, StageOutput, StageRequest
+from segue.engines.autoregressive.output import TokenOutput
+from segue.engines.contract import Payload, StageRequest
 from segue.kernels.attention.paged_attention import NAME
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK, SamplingParams
@@ -173,10 +174,10 @@ class Result:
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    outputs: list[StageOutput] = field(default_factory=list)
+    outputs: list[TokenOutput] = field(default_factory=list)
 
     @property
-    def last(self) -> StageOutput:
+    def last(self) -> TokenOutput:
         return self.outputs[-1]
 
     def rows(self) -> torch.Tensor:
@@ -208,7 +209,7 @@ class Driver:
         self.engine.add(request)
         self.engine.feed(request.request_id, "input", {"prompt": prompt, **rows}, final=True)
 
-    def step(self) -> list[StageOutput]:
+    def step(self) -> list[TokenOutput]:
         outputs = self.engine.step()
         self.engine.audit()
         for output in outputs:

@@ -11,7 +11,8 @@ from made_engine import engine_over
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveContext
-from segue.engines.contract import StageOutput, StageRequest
+from segue.engines.autoregressive.output import TokenOutput
+from segue.engines.contract import StageRequest
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK, SamplingParams
 from segue.models.shared.library import AutoConfig, AutoModelForCausalLM
@@ -304,7 +305,7 @@ class Served:
             self.engine.add(request)
             self.engine.feed(str(index), "input", {"token_ids": torch.tensor(prompt)}, final=True)
         while self.engine.has_work():
-            outputs: list[StageOutput] = self.engine.step()
+            outputs: list[TokenOutput] = self.engine.step()
             self.engine.audit()
             for output in outputs:
                 assert output.error is None, output.error

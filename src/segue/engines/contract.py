@@ -15,7 +15,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from segue.graph.deployment.options import LoraPlan
-from segue.messages.deltas import TokenLogprobs
 from segue.messages.errors import SegueError
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams
@@ -66,57 +65,25 @@ class StageRequest:
 
 
 @dataclass(slots=True)
-class Rows:
-    """A slice of a per-token stream: `data[i]` belongs to position `start + i` of the request's sequence."""
-
-    start: int
-    data: torch.Tensor
-    """[n, width]; on the engine's device."""
-
-
-@dataclass(slots=True)
 class StageOutput:
-    """New results of one step for one request."""
+    """New results of one step for one request. Engine kinds whose outputs have more extend it in their contract."""
 
     request_id: str
-    token_ids: list[int] = field(default_factory=list)
-    """Newly generated ids, including the end token."""
-    first_index: int = 0
-    """Number of ids generated before these."""
-    codes: list[list[int]] = field(default_factory=list)
-    """[n][groups] Parallel to `token_ids`: the whole row of each, if the stage model yields rows of codes."""
-    text: str = ""
-    """New text, if the stage makes text for the client; held back while it may be part of a stop string."""
     index: int = 0
     """Index of the request's output among `n`; with several outputs, `finished` refers to this one."""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Parallel to `token_ids`, if the request asks for them; ids of an earlier attempt, which come first, have none."""
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    """With the request's first token, if requested."""
-    prompt_token_ids: list[int] = field(default_factory=list)
-    """With the request's first token, if requested."""
-    captured: Rows | None = None
-    """Rows that the stage model captured for the tokens computed in this step (or found in the prefix cache)."""
-    prompt: Any = None
-    """Autoregressive: the request's `Prompt`, in the first output with captured rows, for transfers."""
     payload: Payload | None = None
-    """Module: the result of one work item. Diffusion: a finished sample, or a preview of one."""
+    """The result of one work item; a finished sample, or a preview of one."""
     progress: tuple[int, int] | None = None
-    """Diffusion: (steps done, total steps) of sample `index`."""
+    """(steps done, total steps) of sample `index`, of stages that denoise."""
     finished: bool = False
     turn_ended: bool = False
-    """A turn or a visit has ended, and the request goes on when more input is appended."""
+    """A turn or a visit has ended, and the request goes on when more input is appended (`Holds`)."""
     finish_reason: str = ""
     """When finished, or a turn has ended: `stop`, `length`, `repetition`."""
-    stop_reason: int | str | None = None
-    """With it: the request's stop token or stop string that ended it; None for the family's end token."""
-    cumulative_logprob: float | None = None
-    """When finished: sum over the tokens of the output, if the engine computed it."""
     error: SegueError | None = None
     """The request failed and was removed from this engine. Other requests are unaffected."""
     prompt_tokens: int = 0
     """All input tokens so far; in the first output of the request, and in the first after more input."""
-    cached_tokens: int = 0
     modality_tokens: dict[str, int] = field(default_factory=dict)
     """The same per modality."""
 
@@ -162,8 +129,9 @@ class LoadContext:
 
 StageModelFactory = Callable[[Any], StageModel]
 """Builds a stage model from the `LoadContext` of its engine's kind."""
-Transfer = Callable[[StageRequest, StageOutput], Payload | None]
-"""Runs upstream for each output: the payload for this edge, or None if the output has nothing for it."""
+Transfer = Callable[[StageRequest, Any], Payload | None]
+"""Runs upstream for each output, of the type of its engine's kind: the payload for this edge, or None if the output has
+nothing for it."""
 
 
 @runtime_checkable
@@ -203,7 +171,7 @@ class Engine(Protocol):
     def has_work(self) -> bool:
         """True if `step` would do something now."""
 
-    def step(self) -> list[StageOutput]:
+    def step(self) -> Sequence[StageOutput]:
         """Run one batch. Never raises for the fault of one request: that request gets an output with `error`. Results
         that a device is still computing on return come out of the next call; until then there is work."""
 

@@ -7,7 +7,7 @@ all ranks in the same order, payloads included. The others `follow`: their engin
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -152,7 +152,7 @@ class Leading:
     def has_work(self) -> bool:
         return self.inner.has_work()
 
-    def step(self) -> list[StageOutput]:
+    def step(self) -> Sequence[StageOutput]:
         self._tell(Step())
         outputs = self.inner.step()
         self._steps += 1

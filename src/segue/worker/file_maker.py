@@ -1,6 +1,6 @@
 """The output stage's model: makes the files of clients that ask for files instead of samples and pixels.
 
-Its input is the output of the stages that give a modality (`StageRunner.for_output`), its output `EncodedDelta`s. A new
+Its input is the output of the stages that give a modality (`deltas.file_parts`), its output `EncodedDelta`s. A new
 attempt of this stage makes the same bytes from the payloads that its upstreams kept, and a new attempt of an upstream
 goes on where the last one was lost (`segue.media.files`). No torch operator runs here.
 """

@@ -10,34 +10,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import torch
 
 from segue.connectors.base import Connector
 from segue.engines.autoregressive.contract import LoraHost
 from segue.engines.autoregressive.hold import turn_seed
 from segue.engines.contract import Engine, StageOutput, StageRequest, Transfer
 from segue.graph.deployment.stage_plan import StagePlan
-from segue.graph.parts import CLIENT, OUTPUT, TOKENS, full_name, is_built_in, is_input, member_of, number_of, own_name
+from segue.graph.parts import CLIENT, is_input, number_of, own_name
 from segue.kernels.device import end_where_lost
-from segue.media.files import PREVIEW
-from segue.messages.deltas import (
-    AudioDelta,
-    ClassesDelta,
-    ClientDelta,
-    EmbeddingDelta,
-    EncodedDelta,
-    ImageDelta,
-    ProgressDelta,
-    ScoreDelta,
-    TextDelta,
-    TokensDelta,
-    VideoDelta,
-)
+from segue.messages.deltas import ClientDelta, EncodedDelta, ImageDelta, ProgressDelta, VideoDelta
 from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams, merged
 from segue.messages.units import TurnEnd
 from segue.messages.wire import AdapterLoaded, Begin, Emission, LoadAdapter, OutputEnd, Peer, Return
+from segue.worker.deltas import client_deltas, tokens_of
 
 log = logging.getLogger(__name__)
 
@@ -206,42 +193,26 @@ class StageRunner:
 
     def emission(self, visit: Visit, output: StageOutput) -> Emission | None:
         """Return the report of an output to the orchestrator, or None if there is nothing to report."""
+        tokens = tokens_of(output)
         deltas = _numbered(client_deltas(visit.request, output, visit.made), visit)
         end = end_of(output) if output.finished and visit.request.outputs > 1 else None
         turn = turn_end_of(output) if output.turn_ended else None
-        if not deltas and not output.token_ids and not output.prompt_tokens and end is None:
+        if not deltas and not tokens.token_ids and not output.prompt_tokens and end is None:
             return None
         return Emission(
             request_id=visit.request_id,
             stage=visit.begin.stage,
             attempt=visit.begin.attempt,
             index=output.index,
-            units=list(output.codes or output.token_ids),
-            first_index=output.first_index,
+            units=list(tokens.codes or tokens.token_ids),
+            first_index=tokens.first_index,
             turn=turn,
             deltas=deltas,
             prompt_tokens=output.prompt_tokens,
-            cached_tokens=output.cached_tokens,
+            cached_tokens=tokens.cached_tokens,
             modality_tokens=output.modality_tokens,
             end=end,
         )
-
-    def for_output(self, visit: Visit, output: StageOutput) -> dict[str, Any] | None:
-        """Return the parts of an output (`segue.media.files`) that go into the client's files."""
-        payload: dict[str, Any] = output.payload or {}
-        encoded = visit.request.encoded
-        parts: list[dict[str, Any]] = []
-        if "audio" in encoded and "samples" in payload and payload["samples"].numel():
-            samples = payload["samples"].detach().float().cpu()
-            rate = int(payload["sample_rate"])
-            start = visit.made["audio", 0]
-            parts.append({"kind": "audio", "output": 0, "start": start, "data": samples, "sample_rate": rate})
-            visit.made["audio", 0] += len(samples)
-        if encoded and "image" in payload and "image" in visit.request.request.formats:
-            parts.append(_image_part(self.plan.name, payload))
-        if "video" in encoded and "video" in payload:
-            parts.append(_video_part(self.plan.name, payload))
-        return {"parts": parts} if parts else None
 
 
 def engine_id(request_id: str, visit: str) -> str:
@@ -271,164 +242,20 @@ def facts_of(payload: Mapping[str, Any] | None) -> dict[str, int | float | str |
 
 def end_of(output: StageOutput) -> OutputEnd:
     """Return how a finished output ended."""
-    return OutputEnd(output.index, output.finish_reason, output.cumulative_logprob, output.stop_reason)
+    tokens = tokens_of(output)
+    return OutputEnd(output.index, output.finish_reason, tokens.cumulative_logprob, tokens.stop_reason)
 
 
 def turn_end_of(output: StageOutput) -> TurnEnd:
     """Return how a turn ended."""
-    return TurnEnd(output.first_index + len(output.token_ids), output.finish_reason, output.stop_reason)
+    tokens = tokens_of(output)
+    return TurnEnd(tokens.first_index + len(tokens.token_ids), output.finish_reason, tokens.stop_reason)
 
 
 def _own(request: Request) -> Request:
     """Return a request in the terms of its model, which knows its stages by their own names."""
     sampling = {own_name(stage): params for stage, params in request.sampling.items()}
     return msgspec.structs.replace(request, sampling=sampling)
-
-
-CLIENT_KEYS = {
-    "audio": "samples",
-    "image": "image",
-    "video": "video",
-    "embedding": "embedding",
-    "score": "score",
-    "classes": "classes",
-}
-"""Modality → the key of a payload under which the client's data stand (`segue.engines.module.contract.Result`)."""
-
-
-def _check_payload(request: StageRequest, payload: Mapping[str, Any]) -> None:
-    """Raise `StageFailed` for a payload without anything that the client receives, which would be lost silently."""
-    wanted = sorted(CLIENT_KEYS.keys() & (request.to_client | request.encoded))
-    if not wanted or not payload or is_built_in(request.stage):
-        return
-    if payload.keys().isdisjoint(CLIENT_KEYS.values()):
-        right = ", ".join(f"{name} under {CLIENT_KEYS[name]!r}" for name in wanted)
-        raise StageFailed(f"stage {request.stage!r} gave a payload with {sorted(payload)}; it must have {right}")
-    if "samples" in payload and not isinstance(payload["samples"], torch.Tensor):
-        raise StageFailed(
-            f"stage {request.stage!r} gave samples of type {type(payload['samples']).__name__}; they must be a tensor"
-        )
-
-
-def client_deltas(request: StageRequest, output: StageOutput, made: Counter[tuple[str, int]]) -> list[ClientDelta]:
-    """Return the part of an output that the client asked for; data only for the client leave the payload.
-
-    `made` counts the units of the request's outputs so far. Raises `StageFailed` for a payload that has nothing of it.
-    """
-    payload: dict[str, Any] = output.payload or {}
-    _check_payload(request, payload)
-    if own_name(request.stage) == OUTPUT:
-        member = member_of(request.stage)
-        files = payload.get("deltas", ())
-        return [msgspec.structs.replace(delta, stage=full_name(member, delta.stage)) for delta in files]
-    deltas: list[ClientDelta] = []
-
-    def place(kind: str) -> dict[str, int]:
-        return {"index": output.index, "start": made[kind, output.index]}
-
-    if "text" in request.to_client and (output.text or output.token_ids):
-        deltas.append(
-            TextDelta(
-                request.stage,
-                output.text,
-                output.token_ids,
-                output.first_index,
-                logprobs=output.logprobs,
-                prompt_token_ids=output.prompt_token_ids,
-                prompt_logprobs=output.prompt_logprobs,
-                **place("text"),
-            )
-        )
-    if "audio" in request.to_client and "samples" in payload:
-        samples = payload["samples"]
-        if samples.numel():
-            deltas.append(AudioDelta(request.stage, _floats(samples), int(payload["sample_rate"]), **place("audio")))
-    if "embedding" in request.to_client and "embedding" in payload:
-        deltas.append(EmbeddingDelta(request.stage, _floats(payload["embedding"]), **place("embedding")))
-    if "score" in request.to_client and "score" in payload:
-        deltas.append(ScoreDelta(request.stage, float(payload["score"]), **place("score")))
-    if "classes" in request.to_client and "classes" in payload:
-        classes = _floats(payload["classes"])
-        deltas.append(ClassesDelta(request.stage, classes, payload["label"], **place("classes")))
-    if TOKENS in request.to_client and TOKENS in payload:
-        tokens: dict[str, Any] = {**payload.pop(TOKENS), **place(TOKENS)}
-        deltas.append(TokensDelta(request.stage, **tokens))
-    # previews go to the client even if it asked for a video
-    if "image" in payload and ("image" in request.to_client or (request.to_client and "partial" in payload)):
-        deltas.append(_image(request.stage, payload))
-    if "video" in request.to_client and "video" in payload:
-        deltas.append(_video(request.stage, payload))
-    asked = request.request.diffusion
-    if output.progress is not None and asked is not None and asked.progress:
-        deltas.append(ProgressDelta(request.stage, *output.progress, output.index))
-    for delta in deltas:
-        made[delta.kind, delta.index] = delta.end
-    return deltas
-
-
-def _floats(tensor: Any) -> bytes:
-    """Convert a tensor to little-endian float32."""
-    data: bytes = tensor.detach().float().cpu().contiguous().numpy().astype("<f4", copy=False).tobytes()
-    return data
-
-
-def _pixels(stage: str, payload: dict[str, Any]) -> Any:
-    """[h, w, 3] uint8 on the CPU."""
-    image = payload["image"]
-    if image.ndim != 3 or image.shape[2] != 3:
-        raise StageFailed(f"stage {stage!r} gave an image of shape {tuple(image.shape)}, not [h, w, 3]")
-    return image.cpu()
-
-
-def _image(stage: str, payload: dict[str, Any]) -> ImageDelta:
-    """Make a delta of `{"image": uint8 [h, w, 3], "index": int, "partial": int | None}`; the last two are optional."""
-    image = _pixels(stage, payload)
-    height, width, _ = image.shape
-    data = image.numpy().tobytes()
-    return ImageDelta(
-        stage, data, height, width, payload.get("index", 0), payload.get("partial"), payload.get("latent_tokens", 0)
-    )
-
-
-def _image_part(stage: str, payload: dict[str, Any]) -> dict[str, Any]:
-    """The same as a part for the output stage."""
-    partial = payload.get("partial")
-    return {
-        "kind": "image" if partial is None else PREVIEW,
-        "output": payload.get("index", 0),
-        "start": partial or 0,
-        "data": _pixels(stage, payload)[None],
-        "tokens": 0 if partial is not None else payload.get("latent_tokens", 0),
-    }
-
-
-def _frames(stage: str, payload: dict[str, Any]) -> Any:
-    """[frames, h, w, 3] uint8 on the CPU."""
-    video = payload["video"]
-    if video.ndim != 4 or video.shape[3] != 3:
-        raise StageFailed(f"stage {stage!r} gave frames of shape {tuple(video.shape)}, not [frames, h, w, 3]")
-    return video.cpu()
-
-
-def _video(stage: str, payload: dict[str, Any]) -> VideoDelta:
-    """Make a delta of `{"video": uint8 [frames, h, w, 3], "fps": float, "index", "first": int}`; last two optional."""
-    video = _frames(stage, payload)
-    frames, height, width, _ = video.shape
-    data = video.numpy().tobytes()
-    return VideoDelta(
-        stage, data, frames, height, width, float(payload["fps"]), payload.get("index", 0), payload.get("first", 0)
-    )
-
-
-def _video_part(stage: str, payload: dict[str, Any]) -> dict[str, Any]:
-    """The same as a part for the output stage."""
-    return {
-        "kind": "video",
-        "output": payload.get("index", 0),
-        "start": payload.get("first", 0),
-        "data": _frames(stage, payload),
-        "fps": float(payload["fps"]),
-    }
 
 
 def load_adapter(worker: str, stage: StageRunner, message: LoadAdapter) -> AdapterLoaded:

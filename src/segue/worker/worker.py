@@ -47,6 +47,7 @@ from segue.messages.wire import (
 )
 from segue.worker.arrivals import Arrivals
 from segue.worker.build import Built
+from segue.worker.deltas import file_parts
 from segue.worker.meter import Meter
 from segue.worker.outbox import Outbox
 from segue.worker.peers import Peers
@@ -165,7 +166,7 @@ class Worker:
             visit.facts |= facts_of(output.payload)
         for peer in visit.downstreams:
             if own_name(peer.stage) == OUTPUT:
-                payload = stage.for_output(visit, output)
+                payload = file_parts(visit.request, output, visit.made)
             else:
                 payload = stage.transfers[stage_of(peer.stage)](visit.request, output)
             if payload is not None or final:

@@ -15,7 +15,8 @@ from own_model_package import EXAMPLE, Author, installed
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveContext, AutoregressiveModel, EmbedsInPlace, Prompt
 from segue.engines.autoregressive.engine import AutoregressiveEngine
-from segue.engines.contract import StageOutput, StageRequest
+from segue.engines.autoregressive.output import TokenOutput
+from segue.engines.contract import StageRequest
 from segue.messages.errors import ConfigError, StageFailed
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK
@@ -81,8 +82,8 @@ def test_frames_come_with_the_last_of_their_codes(turns: list[int], data: st.Dat
     ends = list(accumulate(turns))
     known = data.draw(st.integers(0, ends[-1]))
     request = _request(resume=list(range(known)))
-    outputs = [StageOutput("one", token_ids=list(range(known)))] if known else []
-    outputs += [StageOutput("one", token_ids=[at], first_index=at, turn_ended=at + 1 in ends)
+    outputs = [TokenOutput("one", token_ids=list(range(known)))] if known else []
+    outputs += [TokenOutput("one", token_ids=[at], first_index=at, turn_ended=at + 1 in ends)
                 for at in range(known, ends[-1])]  # fmt: skip
     have = 0
     for output in outputs:

@@ -20,7 +20,7 @@ from segue.messages.wire import Emission
 from segue.orchestrator.client_queue import ClientQueue
 from segue.orchestrator.outputs import Collector
 from segue.orchestrator.request_state import RequestState
-from segue.worker import stage
+from segue.worker import deltas
 
 
 def took(books: RequestState, *deltas: ClientDelta, attempt: int = 0) -> list[ClientDelta]:
@@ -90,7 +90,7 @@ def stage_request(*to_client: str, **diffusion: Any) -> StageRequest:
 
 
 def client_deltas(request: StageRequest, output: StageOutput) -> list[ClientDelta]:
-    return stage.client_deltas(request, output, Counter())
+    return deltas.client_deltas(request, output, Counter())
 
 
 def test_what_a_stage_tells_the_client() -> None:

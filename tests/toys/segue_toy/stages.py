@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt, Then
+from segue.engines.autoregressive.output import TokenOutput
 from segue.engines.contract import LoadContext, Payload, StageOutput, StageRequest
 from segue.engines.module.contract import Result, Work
 from segue.messages.errors import InvalidRequest
@@ -188,7 +189,7 @@ def ids_forward(request: StageRequest, output: StageOutput) -> Payload | None:
     return output.payload
 
 
-def rows_forward(request: StageRequest, output: StageOutput) -> Payload | None:
+def rows_forward(request: StageRequest, output: TokenOutput) -> Payload | None:
     if output.token_ids:
         stop_point(request, "counter", output.first_index)
     if output.captured is None:

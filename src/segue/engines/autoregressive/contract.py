@@ -305,7 +305,7 @@ class YieldsRows(Protocol):
 
     Code 0 of a row is the token: drawn from `logits` under the request's sampling parameters, which end tokens and
     penalties refer to. `advance` gives the other codes. The input of the next step is `embed` of the whole row. Outputs
-    carry the rows (`StageOutput.codes`), and an end token's row has codes, too, which mean nothing. `EndsByRow` ends
+    carry the rows (`TokenOutput.codes`), and an end token's row has codes, too, which mean nothing. `EndsByRow` ends
     outputs by whole rows. Neither beams nor speculation are supported.
 
     A model of continuous latents yields rows of numbers: the codes after code 0 are the bits of float32 numbers

@@ -16,6 +16,7 @@ from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveModel, Fed, Then
 from segue.engines.autoregressive.grammar.grammar import Grammars, form_field
 from segue.engines.autoregressive.grammar.shared import SharedGrammars
+from segue.engines.autoregressive.output import TokenOutput
 from segue.engines.autoregressive.sample.logprobs import check_logprobs
 from segue.engines.autoregressive.schedule.decided import Decided
 from segue.engines.autoregressive.schedule.jobs import Decision, Job, Run
@@ -26,7 +27,7 @@ from segue.engines.autoregressive.step.active import ActiveSequences
 from segue.engines.autoregressive.step.complete import Completion
 from segue.engines.autoregressive.step.dispatch import StepInFlight
 from segue.engines.autoregressive.step.resources import allocate
-from segue.engines.contract import Payload, StageOutput, StageRequest
+from segue.engines.contract import Payload, StageRequest
 from segue.kernels.device import end_where_lost
 from segue.messages.errors import InvalidRequest, SegueError, StageFailed
 from segue.parallel.ranks import ALONE, Ranks
@@ -78,7 +79,7 @@ class AutoregressiveEngine:
         self._grammars: Grammars | SharedGrammars = own if ranks.alone else SharedGrammars(own, ranks)
         self._active = ActiveSequences(resources.scheduler, resources.pool, resources.store, speculation)
         self._completion = Completion(resources, self._active, speculation)
-        self._between: list[StageOutput] = []
+        self._between: list[TokenOutput] = []
         """Outputs of requests that ended between steps (by a chunk): emitted by the next step."""
         self._serial = 0
         self._stalled = False  # the last decision was empty, and nothing has changed since
@@ -123,7 +124,7 @@ class AutoregressiveEngine:
             if fed.nothing:
                 self._active.drop(request_id)
                 self._between += [
-                    StageOutput(request_id, index=index, finished=True, finish_reason="stop")
+                    TokenOutput(request_id, index=index, finished=True, finish_reason="stop")
                     for index in range(sequence.request.outputs)
                 ]
             elif sequence.branches is None or sequence.prompt is None:
@@ -190,7 +191,7 @@ class AutoregressiveEngine:
         return not self._stalled and any(sequence.job.runnable for sequence in self._active)
 
     @torch.inference_mode()
-    def step(self) -> list[StageOutput]:
+    def step(self) -> list[TokenOutput]:
         """Dispatch the next step, then complete the previous one; complete it first if the next one depends on it."""
         moment = self._ranks.same(self._moment, Moment)
         self._take_grammars(moment.compiled)
@@ -338,7 +339,7 @@ class AutoregressiveEngine:
                 if drawn:
                     sequence.expect(self.resources.share_size)
 
-    def _complete(self, step: StepInFlight) -> list[StageOutput]:
+    def _complete(self, step: StepInFlight) -> list[TokenOutput]:
         """Wait for the device, then postprocess."""
         self._scheduler.completed(step.runs.values())
         if step.expected:  # undo the assumption: the real result is known
@@ -381,10 +382,10 @@ def _compiled(sequence: Sequence) -> bool:
     return sequence.compiling is not None and sequence.compiling.done
 
 
-def _ended(sequence: Sequence) -> StageOutput:
+def _ended(sequence: Sequence) -> TokenOutput:
     """The last output of a sequence that was closed after a turn."""
     reason, stop = sequence.last_end
-    return StageOutput(
+    return TokenOutput(
         sequence.request.request_id,
         first_index=sequence.emitted,
         finished=True,

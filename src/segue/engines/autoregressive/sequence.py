@@ -16,6 +16,7 @@ from segue.engines.autoregressive.contract import AutoregressiveModel, EndsByRow
 from segue.engines.autoregressive.grammar.after_thoughts import AfterThoughts
 from segue.engines.autoregressive.grammar.grammar import Compilation, Form
 from segue.engines.autoregressive.hold import Pieces, check_open, turn_seed
+from segue.engines.autoregressive.output import TokenOutput
 from segue.engines.autoregressive.sample.detokenize import Detokenizer, StopStrings
 from segue.engines.autoregressive.sample.logprobs import output_wanted, prompt_wanted
 from segue.engines.autoregressive.sample.penalties import bad_words
@@ -24,7 +25,7 @@ from segue.engines.autoregressive.sample.thinking import Thinking, marks_of
 from segue.engines.autoregressive.schedule.bidirectional import around, check_bidirectional
 from segue.engines.autoregressive.schedule.jobs import Job
 from segue.engines.autoregressive.schedule.policies import Rank
-from segue.engines.contract import StageOutput, StageRequest
+from segue.engines.contract import StageRequest
 from segue.messages.errors import InvalidRequest, StageFailed, TooLong
 from segue.messages.units import TurnEnd, Unit, ids_of, rows_of
 
@@ -452,7 +453,7 @@ class Sequence:
         self.job.paused = parent.job.paused
         self.refresh(block_size)
 
-    def tell_prompt(self, output: StageOutput) -> None:
+    def tell_prompt(self, output: TokenOutput) -> None:
         """Attach the requested prompt logprobs and ids to the output with the request's first token."""
         gathered, request = self.prompt_logprobs, self.request
         if gathered is not None:

@@ -16,9 +16,10 @@ from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import Fed, Prompt, Then
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.hold import Pieces, turn_seed
+from segue.engines.autoregressive.output import TokenOutput
 from segue.engines.autoregressive.speculation.ngram import NgramDrafter
 from segue.engines.autoregressive.speculation.speculation import Speculation
-from segue.engines.contract import Payload, StageOutput
+from segue.engines.contract import Payload
 from segue.messages.errors import InvalidRequest, StageFailed, TooLong
 from segue.messages.sampling import SamplingParams
 from segue.messages.units import TurnEnd, Unit
@@ -364,7 +365,7 @@ def test_bitwise_equal_where_the_stage_is_deterministic() -> None:
     assert turns_of(drive, "r") == answers
 
 
-def refused(sampling: SamplingParams, then: Then, **config: object) -> StageOutput:
+def refused(sampling: SamplingParams, then: Then, **config: object) -> TokenOutput:
     drive = driver(**config)
     drive.engine.add(open_request("r", sampling=sampling, to_client=frozenset({"text"})))
     append(drive, "r", LONG[:20], then)

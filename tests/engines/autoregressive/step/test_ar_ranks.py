@@ -21,9 +21,10 @@ from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import Fed, FlatBatch, Prompt, Then
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.grammar.grammar import Grammars
+from segue.engines.autoregressive.output import TokenOutput
 from segue.engines.autoregressive.speculation.ngram import NgramDrafter
 from segue.engines.autoregressive.speculation.speculation import Speculation
-from segue.engines.contract import Payload, StageOutput
+from segue.engines.contract import Payload
 from segue.messages.errors import StageFailed
 from segue.messages.sampling import SamplingParams, StructuredOutput
 from segue.parallel.group import ReplicaBroken
@@ -203,7 +204,7 @@ class Meddled(AutoregressiveEngine):
     change: Callable[[AutoregressiveEngine], None]
     steps = 0
 
-    def step(self) -> list[StageOutput]:
+    def step(self) -> list[TokenOutput]:
         outputs = super().step()
         self.steps += 1
         if self.steps == 4 and not self._ranks.first:

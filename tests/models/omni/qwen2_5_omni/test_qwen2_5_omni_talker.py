@@ -27,7 +27,8 @@ from qwen2_5_omni_family import (
 )
 
 from segue.engines.autoregressive.contract import Fed, FlatBatch
-from segue.engines.contract import Payload, Rows, StageOutput, StageRequest
+from segue.engines.autoregressive.output import CapturedRows, TokenOutput
+from segue.engines.contract import Payload, StageRequest
 from segue.media.audio import decode_audio
 from segue.media.image import decode_image
 from segue.media.limits import MediaLimits
@@ -141,7 +142,7 @@ def test_the_talker_starts_before_the_thinker_has_ended(tiny_dir: Path, pipeline
     order: list[str] = []
     take = run._take
 
-    def note(stage: str, output: StageOutput, answer: Answer) -> None:
+    def note(stage: str, output: TokenOutput, answer: Answer) -> None:
         order.append(stage)
         take(stage, output, answer)
 
@@ -379,11 +380,11 @@ def test_a_reply_of_one_token_leaves_nothing_to_say(talker: Talker, chunks: list
 def test_no_chunk_for_a_step_without_rows() -> None:
     send = TRANSFERS["thinker", "talker"]
     request = stage_request("thinker", upstreams={"input"})
-    assert send(request, StageOutput("r", token_ids=[5])) is None
-    end = send(request, StageOutput("r", token_ids=[5], first_index=3, finished=True))
+    assert send(request, TokenOutput("r", token_ids=[5])) is None
+    end = send(request, TokenOutput("r", token_ids=[5], first_index=3, finished=True))
     assert end == {"first_index": 3, "reply_ids": [5]}
-    rows = Rows(7, torch.zeros(2, 3))
-    sent = send(request, StageOutput("r", captured=rows))
+    rows = CapturedRows(7, torch.zeros(2, 3))
+    sent = send(request, TokenOutput("r", captured=rows))
     assert sent is not None
     assert sent["rows_start"] == 7
     assert "prompt" not in sent
@@ -392,15 +393,15 @@ def test_no_chunk_for_a_step_without_rows() -> None:
 @pytest.mark.parametrize(
     ("output", "codes"),
     [
-        (StageOutput("r", token_ids=[3, 4], first_index=6), [3, 4]),
-        (StageOutput("r", token_ids=[4, 292], first_index=6, finished=True, finish_reason="stop"), [4]),
-        (StageOutput("r", token_ids=[4, 5], first_index=6, finished=True, finish_reason="length"), [4, 5]),
-        (StageOutput("r", token_ids=[290], first_index=6, finished=True, finish_reason="stop"), []),
-        (StageOutput("r", first_index=6, finished=True, finish_reason="stop"), []),
-        (StageOutput("r", first_index=6), None),
+        (TokenOutput("r", token_ids=[3, 4], first_index=6), [3, 4]),
+        (TokenOutput("r", token_ids=[4, 292], first_index=6, finished=True, finish_reason="stop"), [4]),
+        (TokenOutput("r", token_ids=[4, 5], first_index=6, finished=True, finish_reason="length"), [4, 5]),
+        (TokenOutput("r", token_ids=[290], first_index=6, finished=True, finish_reason="stop"), []),
+        (TokenOutput("r", first_index=6, finished=True, finish_reason="stop"), []),
+        (TokenOutput("r", first_index=6), None),
     ],
 )
-def test_codes_without_the_end_token(output: StageOutput, codes: list[int] | None) -> None:
+def test_codes_without_the_end_token(output: TokenOutput, codes: list[int] | None) -> None:
     sent = TRANSFERS["talker", "vocoder"](stage_request("talker", upstreams={"thinker"}, voice="Ethan"), output)
     if codes is None:
         assert sent is None

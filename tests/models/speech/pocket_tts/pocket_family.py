@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveContext
+from segue.engines.autoregressive.output import TokenOutput
 from segue.engines.contract import StageOutput, StageRequest
 from segue.messages.request import Message, Request, TextPart
 from segue.messages.sampling import FALLBACK, SamplingParams
@@ -73,7 +74,7 @@ class Spoken:
     @property
     def latents(self) -> torch.Tensor:
         """[frames, WIDTH], normalised."""
-        output = StageOutput("r", codes=self.rows)
+        output = TokenOutput("r", codes=self.rows)
         payload = TRANSFERS["backbone", "vocoder"](stage_request("backbone", "r"), output)
         assert payload is not None
         latents: torch.Tensor = payload["codes"]

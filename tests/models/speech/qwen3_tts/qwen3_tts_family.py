@@ -18,6 +18,7 @@ from safetensors import safe_open
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveContext
 from segue.engines.autoregressive.engine import AutoregressiveEngine
+from segue.engines.autoregressive.output import TokenOutput
 from segue.engines.contract import StageOutput, StageRequest
 from segue.messages.request import Message, Piece, Request, TextPart
 from segue.messages.sampling import FALLBACK, SamplingParams
@@ -181,7 +182,7 @@ class Speech:
                     break
         return spoken, waits
 
-    def _take(self, output: StageOutput, spoken: Spoken) -> None:
+    def _take(self, output: TokenOutput, spoken: Spoken) -> None:
         spoken.talked += output.codes
         spoken.cached += output.cached_tokens
         if (sent := TRANSFERS["talker", "vocoder"](stage_request("talker"), output)) is not None:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from segue.engines.autoregressive.contract import Draws, numbers_of
-from segue.engines.contract import LoadContext, Payload, StageOutput, StageRequest
+from segue.engines.autoregressive.output import TokenOutput
+from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
 from segue.messages.sampling import SamplingParams
 from segue_toy.rows.stages import Talker
@@ -63,7 +64,7 @@ class Numbers(Tone):
         return results
 
 
-def numbers_forward(request: StageRequest, output: StageOutput) -> Payload | None:
+def numbers_forward(request: StageRequest, output: TokenOutput) -> Payload | None:
     if not output.codes:
         return None
     stop_point(request, "talker", output.first_index)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from segue.engines.autoregressive.contract import Draws, Fed, FlatBatch, KVSpec, Prompt
-from segue.engines.contract import LoadContext, Payload, StageOutput, StageRequest
+from segue.engines.autoregressive.output import TokenOutput
+from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
 from segue.messages.errors import StageFailed
 from segue.messages.sampling import SamplingParams
@@ -104,7 +105,7 @@ class Tones(Tone):
         return results
 
 
-def codes_forward(request: StageRequest, output: StageOutput) -> Payload | None:
+def codes_forward(request: StageRequest, output: TokenOutput) -> Payload | None:
     if not output.codes:
         return None
     stop_point(request, "talker", output.first_index)

@@ -18,12 +18,12 @@ import torch
 
 from segue.engines.autoregressive.branches.beam_search import BeamLogprobs, BeamSearch, End, Step
 from segue.engines.autoregressive.grammar.grammar import Form, GrammarRows, apply_grammars
+from segue.engines.autoregressive.output import TokenOutput
 from segue.engines.autoregressive.sample.penalties import apply_rules
 from segue.engines.autoregressive.schedule.bidirectional import longest_of
 from segue.engines.autoregressive.schedule.jobs import Limits
 from segue.engines.autoregressive.sequence import Branching, Sequence, TextOutput
 from segue.engines.autoregressive.step.active import ActiveSequences
-from segue.engines.contract import StageOutput
 from segue.messages.errors import InvalidRequest, StageFailed, TooLong
 
 
@@ -99,7 +99,7 @@ class BeamGroup(Branching):
             ended = [one.token_ids for one in self._search.best(self.width)]
             self._likely.step(logits, before, [*going, *ended])
 
-    def advance(self, active: ActiveSequences, block_size: int) -> list[StageOutput]:
+    def advance(self, active: ActiveSequences, block_size: int) -> list[TokenOutput]:
         """After a step that computed sequences of this group: apply the choice, or continue catching up."""
         if self._picked and not self._finite:
             raise StageFailed("the model gave NaN or infinity for this request", stage=self.root.request.stage)
@@ -195,7 +195,7 @@ class BeamGroup(Branching):
         found = [(at + len(stop), at, stop) for stop in params.stop or () if (at := text.find(stop)) >= 0]
         return min(found)[2] if found else None
 
-    def _finish(self, active: ActiveSequences) -> list[StageOutput]:
+    def _finish(self, active: ActiveSequences) -> list[TokenOutput]:
         request = self.root.request
         best = self._search.best(self._shown)
         if len(best) < self._shown:
@@ -207,7 +207,7 @@ class BeamGroup(Branching):
         for sequence in active.of(request.request_id):
             active.remove(sequence)
         outputs = [
-            StageOutput(
+            TokenOutput(
                 request.request_id,
                 token_ids=list(ended.token_ids),
                 text=self._text(ended.token_ids),

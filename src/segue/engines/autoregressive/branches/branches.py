@@ -15,8 +15,9 @@ import msgspec
 from segue.engines.autoregressive.branches.beam_group import BeamGroup
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveModel, YieldsRows
+from segue.engines.autoregressive.output import TokenOutput
 from segue.engines.autoregressive.sequence import Branching, Sequence
-from segue.engines.contract import StageOutput, StageRequest
+from segue.engines.contract import StageRequest
 from segue.messages.errors import InvalidRequest
 
 SEED_MASK = 2**64 - 1
@@ -82,7 +83,7 @@ def begin(sequence: Sequence) -> None:
 class _Held:
     """An output that has not been emitted yet."""
 
-    output: StageOutput
+    output: TokenOutput
     score: float = 0.0
     """Mean log-probability of its tokens."""
 
@@ -98,7 +99,7 @@ class Forks(Branching):
         if root.model.kv.states is not None:
             root.job.width = self.count  # each will have its own state
         self._held: dict[int, _Held] = {}
-        self._prompt: StageOutput | None = None
+        self._prompt: TokenOutput | None = None
         """The output with the prompt's logprobs and ids, which are emitted with the best output."""
         self.forked = False
         self.new: list[Sequence] = []
@@ -136,12 +137,12 @@ class Forks(Branching):
             fork.refresh(block_size)
         return forks
 
-    def give(self, output: StageOutput) -> list[StageOutput]:
+    def give(self, output: TokenOutput) -> list[TokenOutput]:
         """The outputs to emit after a fork has made `output`."""
         if not self.quiet:
             return [output]
-        held = self._held.setdefault(output.index, _Held(StageOutput(output.request_id)))
-        counts = StageOutput(
+        held = self._held.setdefault(output.index, _Held(TokenOutput(output.request_id)))
+        counts = TokenOutput(
             output.request_id,
             prompt_tokens=output.prompt_tokens,
             cached_tokens=output.cached_tokens,
@@ -162,7 +163,7 @@ class Forks(Branching):
         over = len(self._held) == self.count and all(one.output.finished for one in self._held.values())
         return ([counts] if output.prompt_tokens else []) + (self._best() if over else [])
 
-    def _best(self) -> list[StageOutput]:
+    def _best(self) -> list[TokenOutput]:
         # the first of equals, so that the choice does not depend on which ended first
         ranked = sorted(self._held, key=lambda index: (-self._held[index].score, index))
         best = [self._held[index].output for index in ranked[: self._shown]]

@@ -28,7 +28,8 @@ from typing import Any
 from segue.engines.autoregressive.contexts.contract import Contexts, Reading, ReadsContexts, View
 from segue.engines.autoregressive.contract import Fed, Then
 from segue.engines.autoregressive.engine import AutoregressiveEngine
-from segue.engines.contract import Payload, StageOutput, StageRequest
+from segue.engines.autoregressive.output import TokenOutput
+from segue.engines.contract import Payload, StageRequest
 from segue.engines.entries import as_error
 from segue.kernels.kv.store import KVStore
 from segue.messages.errors import InvalidRequest, SegueError, TooLong
@@ -42,7 +43,7 @@ class _Entry:
     request: StageRequest
     reading: Reading
     thoughts: list[int] = field(default_factory=list)
-    end: StageOutput | None = None
+    end: TokenOutput | None = None
     """The last output of its thoughts: they have ended."""
     contexts: Contexts | None = None
     """Set when it waits to read, reads, or lends."""
@@ -69,7 +70,7 @@ class ContextEngine:
         """Request of the engine → the request that it is a sequence of."""
         self._leases: dict[int, _Entry] = {}
         self._numbers = itertools.count()
-        self._failed: list[StageOutput] = []
+        self._failed: list[TokenOutput] = []
         self.audit = engine.audit
         self.warm_up = engine.warm_up
 
@@ -137,7 +138,7 @@ class ContextEngine:
     def has_work(self) -> bool:
         return bool(self._failed) or self._engine.has_work() or self._next() is not None
 
-    def step(self) -> list[StageOutput]:
+    def step(self) -> list[TokenOutput]:
         """Let waiting requests begin to read, run the engine's step, and return views that are complete."""
         while (entry := self._next()) is not None:
             try:
@@ -214,7 +215,7 @@ class ContextEngine:
             self._owner[key] = request_id
             self._engine.give(key, Fed(prompt=prompt, then=Then.LEND))
 
-    def _taken(self, output: StageOutput) -> StageOutput | None:
+    def _taken(self, output: TokenOutput) -> TokenOutput | None:
         """An output of the engine as one of this stage; None if it is only of use here."""
         if (owner := self._owner.get(output.request_id)) is not None:
             entry = self._entries[owner]
@@ -249,13 +250,13 @@ class ContextEngine:
             return False
         return all(self._engine.lent(key) is not None for key in entry.keys)
 
-    def _lent(self, entry: _Entry) -> StageOutput:
+    def _lent(self, entry: _Entry) -> TokenOutput:
         """The last output of a request: its views."""
         assert entry.contexts is not None
         entry.lease = next(self._numbers)
         self._leases[entry.lease] = entry
         end = entry.end
-        return StageOutput(
+        return TokenOutput(
             entry.request.request_id,
             first_index=len(entry.thoughts),
             payload={
@@ -284,4 +285,4 @@ class ContextEngine:
         """Report a failure with the next outputs."""
         self._leave(request_id)
         self._engine.cancel(request_id)
-        self._failed.append(StageOutput(request_id, error=as_error(error)))
+        self._failed.append(TokenOutput(request_id, error=as_error(error)))

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from segue.engines.autoregressive.cache.blocks import BlockPool
+from segue.engines.autoregressive.output import TokenOutput
 from segue.engines.autoregressive.schedule.scheduler import Scheduler
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.speculation.speculation import Speculation
-from segue.engines.contract import StageOutput
 from segue.kernels.kv.store import KVStore
 from segue.messages.errors import SegueError
 
@@ -71,13 +71,13 @@ class ActiveSequences:
         for sequence in self.of(request_id):
             self.remove(sequence)
 
-    def fail(self, request_id: str, error: SegueError, *, scrub: bool = False) -> StageOutput:
+    def fail(self, request_id: str, error: SegueError, *, scrub: bool = False) -> TokenOutput:
         """Fail a request and return its output. `scrub`: its K and V may hold NaN, which would reach the next owner of
         a block through the masked part of that block."""
         if scrub:
             self.scrub([block for sequence in self.of(request_id) for block in sequence.job.blocks])
         self.drop(request_id)
-        return StageOutput(request_id, error=error)
+        return TokenOutput(request_id, error=error)
 
     def scrub(self, blocks: list[int]) -> None:
         """Zero those of the blocks that no other sequence holds."""

@@ -8,6 +8,7 @@ import torch
 
 from segue.engines.autoregressive.branches.beam_group import BeamGroup
 from segue.engines.autoregressive.branches.branches import Forks
+from segue.engines.autoregressive.output import TokenOutput
 from segue.engines.autoregressive.sample.draw import StepResult
 from segue.engines.autoregressive.schedule.jobs import Run
 from segue.engines.autoregressive.sequence import Sequence
@@ -16,7 +17,6 @@ from segue.engines.autoregressive.step.active import ActiveSequences
 from segue.engines.autoregressive.step.dispatch import StepInFlight
 from segue.engines.autoregressive.step.outputs import accept, announce, give_rows, nothing_left
 from segue.engines.autoregressive.step.resources import Resources
-from segue.engines.contract import StageOutput
 from segue.kernels.attention.paged_step import HybridStep, PagedStep
 from segue.messages.errors import SegueError, StageFailed
 from segue.messages.units import TurnEnd
@@ -36,14 +36,14 @@ class Completion:
         self.prefill_tokens = 0
         """Total since the start."""
 
-    def failed(self, sequences: Iterable[Sequence], error: StageFailed) -> list[StageOutput]:
+    def failed(self, sequences: Iterable[Sequence], error: StageFailed) -> list[TokenOutput]:
         """Fail the requests of a batch for which the model returned nothing."""
         ids = dict.fromkeys(sequence.request.request_id for sequence in sequences if sequence in self._active)
         return [self._active.fail(request_id, error, scrub=True) for request_id in ids]
 
-    def outputs(self, step: StepInFlight, results: Mapping[Sequence, StepResult]) -> list[StageOutput]:
+    def outputs(self, step: StepInFlight, results: Mapping[Sequence, StepResult]) -> list[TokenOutput]:
         """Outputs of a step in the order of the flat batch, then those of beam searches that have ended."""
-        outputs: list[StageOutput] = []
+        outputs: list[TokenOutput] = []
         begin = end = 0
         for sequence, run in step.runs.items():
             begin, end = end, end + run.tokens
@@ -56,7 +56,7 @@ class Completion:
 
     def _given(
         self, sequence: Sequence, step: StepInFlight, results: Mapping[Sequence, StepResult], rows: slice
-    ) -> list[StageOutput]:
+    ) -> list[TokenOutput]:
         """Outputs of a sequence and of the forks that start from its computed prompt. `rows`: its rows of the flat
         batch."""
         request_id, run = sequence.request.request_id, step.runs[sequence]
@@ -80,7 +80,7 @@ class Completion:
         for fork in forks:
             self._active.fork(sequence, fork)
         captured = None if step.captured is None else step.captured[rows]
-        outputs: list[StageOutput] = []
+        outputs: list[TokenOutput] = []
         for branch, result in given.items():
             output, new = self._output(branch, run, result, captured, forked=bool(forks))
             if output.error is not None:
@@ -96,7 +96,7 @@ class Completion:
                 outputs += self._end_turn(branch, output)
         return outputs
 
-    def _end_turn(self, sequence: Sequence, output: StageOutput) -> list[StageOutput]:
+    def _end_turn(self, sequence: Sequence, output: TokenOutput) -> list[TokenOutput]:
         """Let a sequence hold after a turn, or go on with the next piece of its input."""
         try:
             sequence.end_turn(TurnEnd(sequence.emitted, output.finish_reason, output.stop_reason))
@@ -107,9 +107,9 @@ class Completion:
 
     def _output(
         self, sequence: Sequence, run: Run, result: StepResult, captured: torch.Tensor | None, *, forked: bool
-    ) -> tuple[StageOutput, bool]:
+    ) -> tuple[TokenOutput, bool]:
         """(output of a sequence, whether it has content). `captured`: [tokens of the run, width]."""
-        output = StageOutput(sequence.request.request_id, index=sequence.index)
+        output = TokenOutput(sequence.request.request_id, index=sequence.index)
         new = announce(sequence, run, output)
         if result.tokens:
             if sequence.index == 0 and sequence.generated == 0 and not sequence.turns:
@@ -128,7 +128,7 @@ class Completion:
             new |= give_rows(sequence, run, rows, self._store, output)
         return output, new
 
-    def _accept(self, sequence: Sequence, run: Run, result: StepResult, output: StageOutput) -> None:
+    def _accept(self, sequence: Sequence, run: Run, result: StepResult, output: TokenOutput) -> None:
         known = sequence.generated
         accept(sequence, result, self._share_size, output)
         new = sequence.generated - known
@@ -148,9 +148,9 @@ class Completion:
         sequence.propose([])
         sequence.wary = True
 
-    def _advance(self, searches: list[BeamGroup]) -> list[StageOutput]:
+    def _advance(self, searches: list[BeamGroup]) -> list[TokenOutput]:
         """Form the beams of the next step, or return the outputs of searches that have ended."""
-        outputs: list[StageOutput] = []
+        outputs: list[TokenOutput] = []
         for search in searches:
             request_id = search.root.request.request_id
             if not self._active.of(request_id):

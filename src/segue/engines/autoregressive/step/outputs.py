@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from segue.engines.autoregressive.contract import Then
+from segue.engines.autoregressive.output import CapturedRows, TokenOutput
 from segue.engines.autoregressive.sample.draw import StepResult
 from segue.engines.autoregressive.schedule.jobs import Run
 from segue.engines.autoregressive.sequence import Sequence, TextOutput
-from segue.engines.contract import Rows, StageOutput
 from segue.kernels.kv.store import KVStore
 from segue.kernels.staging import upload
 from segue.messages.errors import InvalidRequest, StageFailed
@@ -43,7 +43,7 @@ def repeats(tokens: abc.Sequence[Unit], asked: RepetitionDetection) -> bool:
     return False
 
 
-def announce(sequence: Sequence, run: Run, output: StageOutput) -> bool:
+def announce(sequence: Sequence, run: Run, output: TokenOutput) -> bool:
     """Fill the first output of a sequence, and the first after more input: counts, and tokens of an earlier attempt.
     False: there are none."""
     output.first_index = sequence.emitted
@@ -78,7 +78,7 @@ def _text_again(sequence: Sequence, ids: list[int], end: TurnEnd | None) -> str:
     return out
 
 
-def accept(sequence: Sequence, result: StepResult, block_size: int, output: StageOutput) -> None:
+def accept(sequence: Sequence, result: StepResult, block_size: int, output: TokenOutput) -> None:
     """Append the new tokens up to one that ends the output; set their text and whether the output ends. `block_size`:
     as for `Sequence.append`."""
     scores = result.scores or [one.chosen.logprob for one in result.logprobs]
@@ -120,7 +120,7 @@ def _goes_round(sequence: Sequence) -> bool:
     return repeats(sequence.ids[begin:], asked)
 
 
-def _end(sequence: Sequence, output: StageOutput, token: int | None, *, found: bool, whole: bool, scored: bool) -> None:
+def _end(sequence: Sequence, output: TokenOutput, token: int | None, *, found: bool, whole: bool, scored: bool) -> None:
     """Set why the output ended and flush the text held back. `token`: the token that ended it; `found`: a stop string
     ended it; `whole`: it was not cut off."""
     output.finished = sequence.then is not Then.TURN
@@ -136,7 +136,7 @@ def _end(sequence: Sequence, output: StageOutput, token: int | None, *, found: b
         output.text += sequence.text.flush(may_stop=sequence.generated >= sequence.min_tokens)
 
 
-def give_rows(sequence: Sequence, run: Run, computed: torch.Tensor, store: KVStore, output: StageOutput) -> bool:
+def give_rows(sequence: Sequence, run: Run, computed: torch.Tensor, store: KVStore, output: TokenOutput) -> bool:
     """Emit captured rows not emitted yet: of this step (`computed` [accepted tokens of the run, width]), and of cached
     blocks. False: there are none."""
     start, stop = sequence.rows_given, sequence.job.computed
@@ -150,7 +150,7 @@ def give_rows(sequence: Sequence, run: Run, computed: torch.Tensor, store: KVSto
         where = torch.arange(start, stop, device=rows.device)
         blocks = upload(np.array(sequence.job.tables[0].blocks), rows.device)  # group 0 keeps all its blocks
         data = rows[blocks[where // size] * size + where % size]
-    output.captured = Rows(start, data)
+    output.captured = CapturedRows(start, data)
     if start == 0:
         output.prompt = sequence.input.first.prompt
     sequence.rows_given = stop

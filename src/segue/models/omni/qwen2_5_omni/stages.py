@@ -51,7 +51,8 @@ from typing import Any
 
 import torch
 
-from segue.engines.contract import Payload, StageOutput, StageRequest, Transfer
+from segue.engines.autoregressive.output import TokenOutput
+from segue.engines.contract import Payload, StageRequest, Transfer
 from segue.models.omni.qwen2_5_omni.encoder import Encoder
 from segue.models.omni.qwen2_5_omni.input import InputProcessor
 from segue.models.omni.qwen2_5_omni.talker import Talker
@@ -61,7 +62,7 @@ from segue.models.shared.omni.transfers import media_tensors, prompt_facts
 from segue.models.shared.transfers import whole
 
 
-def reply_hidden_states(request: StageRequest, output: StageOutput) -> Payload | None:
+def reply_hidden_states(request: StageRequest, output: TokenOutput) -> Payload | None:
     """thinker → talker: the hidden states captured in a step."""
     if output.captured is None and not output.finished:
         return None
@@ -78,7 +79,7 @@ def reply_hidden_states(request: StageRequest, output: StageOutput) -> Payload |
     return payload
 
 
-def codec_chunks(request: StageRequest, output: StageOutput) -> Payload | None:
+def codec_chunks(request: StageRequest, output: TokenOutput) -> Payload | None:
     """talker → vocoder: the codes of a step, without the end token."""
     ended = output.finished and output.finish_reason == "stop"
     codes = output.token_ids[:-1] if ended else output.token_ids

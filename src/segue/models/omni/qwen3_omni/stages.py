@@ -53,7 +53,8 @@ from typing import Any
 
 import torch
 
-from segue.engines.contract import Payload, StageOutput, StageRequest, Transfer
+from segue.engines.autoregressive.output import TokenOutput
+from segue.engines.contract import Payload, StageRequest, Transfer
 from segue.models.omni.qwen3_omni.encoder import Encoder
 from segue.models.omni.qwen3_omni.input import InputProcessor
 from segue.models.omni.qwen3_omni.prompt import FACTS
@@ -65,7 +66,7 @@ from segue.models.shared.speech.transfers import code_rows
 from segue.models.shared.transfers import whole
 
 
-def reply_rows(request: StageRequest, output: StageOutput) -> Payload | None:
+def reply_rows(request: StageRequest, output: TokenOutput) -> Payload | None:
     """thinker → talker: the rows captured in a step."""
     if output.captured is None and not output.finished:
         return None

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveContext, Fed, FlatBatch, KVSpec, Prompt, Then
-from segue.engines.contract import Payload, StageOutput, StageRequest
+from segue.engines.autoregressive.output import TokenOutput
+from segue.engines.contract import Payload, StageRequest
 from segue.kernels.prepare import prepared_bytes
 from segue.messages.errors import ConfigError, InvalidRequest, StageFailed, TooLong, wrong
 from segue.messages.sampling import SamplingParams
@@ -264,7 +265,7 @@ class OwnDecoder(ABC):
         return True
 
 
-def codes_of_turn(request: StageRequest, output: StageOutput) -> Payload | None:
+def codes_of_turn(request: StageRequest, output: TokenOutput) -> Payload | None:
     """Transfer to the only downstream stage: the ids of a turn once it has ended, and how many came before it; an end
     token is one of them. One chunk for a turn and not for a token, because nothing can be made of a part of it."""
     start, ids = request.kept.setdefault(request.stage, (output.first_index, []))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from segue.engines.contract import Payload, StageOutput, StageRequest
+from segue.engines.autoregressive.output import TokenOutput
+from segue.engines.contract import Payload, StageRequest
 
 
-def code_rows(request: StageRequest, output: StageOutput) -> Payload | None:
+def code_rows(request: StageRequest, output: TokenOutput) -> Payload | None:
     """talker → vocoder: `{"codes": LongTensor [k, G], "start": int}`, the k rows of codes of a step; the first has
     index `start` in the request. Without the row of the talker's last token, which has no codes in the reference."""
     codes = output.codes[:-1] if output.finished else output.codes

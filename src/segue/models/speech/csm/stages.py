@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from segue.engines.autoregressive.output import TokenOutput
 from segue.engines.contract import Payload, StageOutput, StageRequest, Transfer
 from segue.models.shared.transfers import whole
 from segue.models.speech.csm.backbone import Backbone
@@ -48,7 +49,7 @@ def prompt_ids(request: StageRequest, output: StageOutput) -> Payload | None:
     return None if output.payload is None else {"token_ids": output.payload["token_ids"]}
 
 
-def code_rows(request: StageRequest, output: StageOutput) -> Payload | None:
+def code_rows(request: StageRequest, output: TokenOutput) -> Payload | None:
     """backbone → vocoder: the rows of codes of a step."""
     codes = output.codes
     # all codes but the last are known to be the end's

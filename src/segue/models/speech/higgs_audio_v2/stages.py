@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 
-from segue.engines.contract import Payload, StageOutput, StageRequest, Transfer
+from segue.engines.autoregressive.output import TokenOutput
+from segue.engines.contract import Payload, StageRequest, Transfer
 from segue.models.shared.transfers import whole
 from segue.models.speech.higgs_audio_v2.input import InputProcessor
 from segue.models.speech.higgs_audio_v2.llm import LLM
 from segue.models.speech.higgs_audio_v2.vocoder import Vocoder
 
 
-def code_rows(request: StageRequest, output: StageOutput) -> Payload | None:
+def code_rows(request: StageRequest, output: TokenOutput) -> Payload | None:
     """llm → vocoder: the rows of codes of a step."""
     codes = output.codes
     if output.finish_reason == "stop" and codes and len(set(codes[-1])) == 1:

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from segue.engines.autoregressive.output import TokenOutput
 from segue.engines.contract import Payload, StageOutput, StageRequest, Transfer
 from segue.models.shared.transfers import whole
 from segue.models.speech.mimo_audio.encoder import RecordingEncoder
@@ -47,7 +48,7 @@ def prompt_ids(request: StageRequest, output: StageOutput) -> Payload | None:
     return None if output.payload is None else {"token_ids": output.payload["token_ids"]}
 
 
-def patches(request: StageRequest, output: StageOutput) -> Payload | None:
+def patches(request: StageRequest, output: TokenOutput) -> Payload | None:
     """llm → vocoder: the patches of a step's rows."""
     if not output.codes and not output.finished:
         return None

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from segue.engines.autoregressive.contract import numbers_of
+from segue.engines.autoregressive.output import TokenOutput
 from segue.engines.contract import Payload, StageOutput, StageRequest, Transfer
 from segue.models.speech.pocket_tts.backbone import Backbone
 from segue.models.speech.pocket_tts.input import InputProcessor
@@ -38,7 +39,7 @@ def prompt_ids(request: StageRequest, output: StageOutput) -> Payload | None:
     return {name: output.payload[name] for name in ("token_ids", "voice", "frames_after_eos")}
 
 
-def latent_rows(request: StageRequest, output: StageOutput) -> Payload | None:
+def latent_rows(request: StageRequest, output: TokenOutput) -> Payload | None:
     """backbone → vocoder: the latents of a step."""
     if not output.codes:
         return {"codes": torch.empty(0, 0), "start": output.first_index} if output.finished else None
