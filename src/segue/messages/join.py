@@ -3,6 +3,9 @@
     agent → server   Join, NodeReady, NodeFailed, News, Beat, Leave
     server → agent   Welcome, Refused, Order, Beat, Fenced
 
+Messages change from one version of Segue to the next, and from one commit to the next, so that both sides refuse a peer
+whose `wire_version` is another.
+
 A node has a generation, which grows each time it joins. Every message carries it: a host that was cut off and taken for
 lost is told `Fenced` when it comes back, ends its workers and joins anew.
 """
@@ -10,10 +13,13 @@ lost is told `Fenced` when it comes back, ends its workers and joins anew.
 from __future__ import annotations
 
 import hashlib
+import json
+from typing import Any
 
 import msgspec
 
 from segue.messages.process import Exited, Kill, Spawn, Spawned
+from segue.messages.wire import ToOrchestrator, ToWorker
 
 BEAT_SECONDS = 1.0
 """Between two signs of life, in both directions."""
@@ -26,6 +32,8 @@ class Join(msgspec.Struct, tag=True):
     node: str
     version: str
     """Of Segue; both sides must have the same."""
+    wire: str = ""
+    """The node's `wire_version`; both sides must have the same."""
 
 
 class Welcome(msgspec.Struct, tag=True):
@@ -34,6 +42,8 @@ class Welcome(msgspec.Struct, tag=True):
     """Modules that the node's fork server imports."""
     gpus: bool
     """Whether workers may need GPUs."""
+    wire: str = ""
+    """The server's `wire_version`; empty: it is older than that."""
 
 
 class Refused(msgspec.Struct, tag=True):
@@ -92,6 +102,33 @@ to_agent = msgspec.msgpack.Decoder(ToAgent)
 
 def encode(message: ToServer | ToAgent) -> bytes:
     return _encoder.encode(message)
+
+
+def wire_version() -> str:
+    """Return the version of the messages between hosts, those of `segue.messages.wire` and of this module."""
+    return schema_hash(ToServer, ToAgent, ToWorker, ToOrchestrator)
+
+
+def schema_hash(*types: Any) -> str:
+    """Return a hash of the names, tags, fields and types of messages, also of those that they contain."""
+    seen: dict[str, Any] = {}
+    messages = _described(msgspec.inspect.multi_type_info(types), seen)
+    return hashlib.sha256(json.dumps([messages, seen], sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _described(part: Any, seen: dict[str, Any]) -> Any:
+    """Return a part of a `msgspec.inspect` type as JSON. `seen`: name of each struct in it → its fields."""
+    if isinstance(part, msgspec.inspect.StructType):
+        name = part.cls.__qualname__
+        if name not in seen:
+            seen[name] = None  # a struct may contain itself
+            fields = [(field.encode_name, field.required, _described(field.type, seen)) for field in part.fields]
+            seen[name] = [part.tag_field, part.tag, part.array_like, fields]
+        return name
+    if isinstance(part, msgspec.inspect.Type):
+        values = ((name, getattr(part, name)) for name in part.__struct_fields__)
+        return [type(part).__name__, {name: _described(value, seen) for name, value in values if value is not None}]
+    return [_described(one, seen) for one in part] if isinstance(part, list | tuple) else part
 
 
 def secret_of(token: str) -> bytes:

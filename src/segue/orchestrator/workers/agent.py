@@ -35,11 +35,12 @@ from segue.messages.join import (
     Welcome,
     encode,
     to_agent,
+    wire_version,
 )
 from segue.messages.process import Exited, Spawn, Spawned
 from segue.orchestrator.workers.nodes import curve_keys
 from segue.orchestrator.workers.placement import LocalPlacement
-from segue.orchestrator.workers.versions import version_of_segue
+from segue.orchestrator.workers.versions import OTHER_MESSAGES, version_of_segue
 
 log = logging.getLogger(__name__)
 
@@ -113,11 +114,13 @@ class Agent:
         where = f"{self._server[0]}:{self._server[1]}"
         said = ""
         while True:
-            self._tell(Join(self._node, version_of_segue()))
+            self._tell(Join(self._node, version_of_segue(), wire_version()))
             if not await sock.poll(round(1000 * LOST_SECONDS)):
                 self._end(f"no answer from {where}; is the server running with --listen, and is this its token?")
                 return None
             match to_agent.decode(await sock.recv()):
+                case Welcome() as welcome if welcome.wire != wire_version():
+                    raise ConfigError(f"{where}: {OTHER_MESSAGES}")
                 case Welcome() as welcome:
                     return welcome
                 case Refused() as refused if refused.final:

@@ -38,10 +38,11 @@ from segue.messages.join import (
     encode,
     secret_of,
     to_server,
+    wire_version,
 )
 from segue.messages.process import Exited, Kill, Spawn, Spawned, WorkerSpec
 from segue.orchestrator.workers.placement import Host, LocalPlacement
-from segue.orchestrator.workers.versions import version_of_segue
+from segue.orchestrator.workers.versions import OTHER_MESSAGES, version_of_segue
 
 log = logging.getLogger(__name__)
 
@@ -218,6 +219,9 @@ class NodePlacement:
             reason = f"this server runs Segue {ours}, the node {message.version}; install the same"
             self._send(agent, Refused(reason, final=True))
             return
+        if message.wire != wire_version():
+            self._send(agent, Refused(OTHER_MESSAGES, final=True))
+            return
         if message.node not in self._expected:
             known = ", ".join(map(repr, self._expected)) or "none"
             reason = (
@@ -233,7 +237,7 @@ class NodePlacement:
             self._lose(old, "it joins anew")
         generation = self._generations[message.node] = self._generations.get(message.node, 0) + 1
         self._nodes[message.node] = _Node(message.node, agent, generation, time.monotonic())
-        self._send(agent, msgspec.structs.replace(self._welcome, generation=generation))
+        self._send(agent, msgspec.structs.replace(self._welcome, generation=generation, wire=wire_version()))
 
     async def _watch(self) -> None:
         due = time.monotonic()
