@@ -168,22 +168,13 @@ class Outbox:
         self.retained.close()
 
     def _pump(self, flow: _Flow) -> None:
-        if not flow.started:
-            if len(flow.pending) < flow.channel.start and not (flow.pending and flow.pending[-1][1]):
-                return
-            flow.started = True
-        self._send_pending(flow)
-        if flow.pending:
-            self._stuck.add(flow.key)
-        else:
-            self._stuck.discard(flow.key)
-
-    def _send_pending(self, flow: _Flow) -> None:
         """Send pending chunks in order, as far as the edge's budget and the connector's space allow."""
         channel = flow.channel
-        while flow.pending:
-            if flow.unconsumed and channel.in_flight >= channel.budget:
+        if not flow.started:
+            if len(flow.pending) < channel.start and not (flow.pending and flow.pending[-1][1]):
                 return
+            flow.started = True
+        while flow.pending and not (flow.unconsumed and channel.in_flight >= channel.budget):
             payload, final = flow.pending[0]
             meta, nbytes = None, 0
             if payload is not None:
@@ -192,7 +183,7 @@ class Outbox:
                 if not ok and not flow.unconsumed and channel.inline is not None:
                     ok, nbytes, meta = channel.inline.put(*edge, flow.request_id, payload)
                 if not ok:
-                    return
+                    break
             flow.pending.popleft()
             cost = nbytes + channel.overhead
             if channel.retain:
@@ -211,6 +202,10 @@ class Outbox:
             )
             flow.next_seq += 1
             self._send(flow.target.address, chunk)
+        if flow.pending:
+            self._stuck.add(flow.key)
+        else:
+            self._stuck.discard(flow.key)
 
     def _forget_in_flight(self, flow: _Flow) -> None:
         flow.channel.in_flight -= sum(nbytes for _, nbytes in flow.unconsumed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +49,7 @@ class InputStage(ABC):
 
     def warm_up(self) -> None:
         """Process one short text, unless the stage accepts none (no tokenizer)."""
-        self._result(Request(request_id="warm-up", prompt="Good morning!"))
+        self.result(Request(request_id="warm-up", prompt="Good morning!"))
 
     def begin(self, request: StageRequest) -> tuple[Any, list[Work]]:
         """One work item for each piece of the request. More follow if it is open."""
@@ -84,31 +83,26 @@ class InputStage(ABC):
     def run(self, works: list[Work]) -> list[Result]:
         """Requests → payloads, or an error for each invalid request. Payloads of open requests say what follows the
         input (`THEN`: a value of the autoregressive engine's `Then`); that of the end has nothing else."""
-        return [self._answer(work.item) for work in works]
+        return [self.result(work.item) for work in works]
 
-    def _answer(self, item: Request | _Appended | None) -> Result:
+    def result(self, item: Request | _Appended | None) -> Result:
+        """The result of one item."""
         if item is None:
             return Result({THEN: "end"})
-        if isinstance(item, _Appended):
-            return self._made(item.request, self.process_appended)
-        return self._result(item)
-
-    def _result(self, request: Request) -> Result:
-        return self._made(request, self.process)
-
-    def _made(self, request: Request, process: Callable[[Request], Payload]) -> Result:
+        request, process = (
+            (item.request, self.process_appended) if isinstance(item, _Appended) else (item, self.process)
+        )
         if self.budget is not None:
             self.budget.begin()
         try:
-            self._check_embeds(request)
+            if not self.takes_embeds and (found := request.embedded()):
+                field = found[0].field
+                raise InvalidRequest(
+                    f"{field} is prompt_embeds; this model takes its prompt in other forms", field=field
+                )
             payload = process(request)
         except SegueError as error:
             return Result(error=error)
         if request.open:
             payload[THEN] = "turn" if request.reply else "hold"
         return Result(payload)
-
-    def _check_embeds(self, request: Request) -> None:
-        if not self.takes_embeds and (found := request.embedded()):
-            field = found[0].field
-            raise InvalidRequest(f"{field} is prompt_embeds; this model takes its prompt in other forms", field=field)

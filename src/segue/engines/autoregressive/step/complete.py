@@ -114,7 +114,12 @@ class Completion:
         if result.tokens:
             if sequence.index == 0 and sequence.generated == 0 and not sequence.turns:
                 sequence.tell_prompt(output)
-            self._accept(sequence, run, result, output)
+            known = sequence.generated
+            accept(sequence, result, self._share_size, output)
+            accepted = sequence.generated - known
+            self.generated_tokens += accepted
+            if self._speculation is not None:
+                self._speculation.verified(sequence, run.drafts, result.accepted, accepted)
             new = True
         sequence.emitted += len(output.token_ids)
         if output.error is not None:
@@ -127,14 +132,6 @@ class Completion:
             rows = captured[: sequence.job.computed - run.start]
             new |= give_rows(sequence, run, rows, self._store, output)
         return output, new
-
-    def _accept(self, sequence: Sequence, run: Run, result: StepResult, output: TokenOutput) -> None:
-        known = sequence.generated
-        accept(sequence, result, self._share_size, output)
-        new = sequence.generated - known
-        self.generated_tokens += new
-        if self._speculation is not None:
-            self._speculation.verified(sequence, run.drafts, result.accepted, new)
 
     def _undo(self, sequence: Sequence, run: Run, attention: PagedStep | HybridStep, rows: slice) -> None:
         """Undo a run with drafts that gave NaN: a wrong draft may cause it, and even masked it spoils earlier tokens.

@@ -152,8 +152,9 @@ class DiffusionInput(InputStage):
         multiple = self.rules.multiple
         return (image.shape[-2] // multiple) * (image.shape[-1] // multiple)
 
-    def _result(self, request: Request) -> Result:
-        result = super()._result(request)
+    def result(self, item: Any) -> Result:
+        """As the base class says, with the tokens of the prompt and the images."""
+        result = super().result(item)
         if result.payload is not None:
             result.modality_tokens = result.payload["counts"]
             result.prompt_tokens = sum(result.modality_tokens.values())

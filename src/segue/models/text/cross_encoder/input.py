@@ -31,7 +31,7 @@ class InputProcessor(InputStage):
 
     def warm_up(self) -> None:
         """Process one short pair."""
-        self._result(Request(request_id="warm-up", prompt="Who?", options={"text_pair": "Good morning!"}))
+        self.result(Request(request_id="warm-up", prompt="Who?", options={"text_pair": "Good morning!"}))
 
     def process(self, request: Request) -> Payload:
         form = given_as(request)
