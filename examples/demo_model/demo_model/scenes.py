@@ -108,12 +108,25 @@ def clip(scene: Scene) -> np.ndarray:
     return painted(canvas([scene]), torch.Generator().manual_seed(scene.background)).numpy()
 
 
+def placed(rng: random.Random, cell: int, size: str, colour: str, shape: str) -> Thing:
+    """A thing anywhere in a cell."""
+    spare = _CELL / 2 - RADII[size] - 1
+    x, y = ((part + 0.5) * _CELL + rng.uniform(-spare, spare) for part in (cell % 3, cell // 3))
+    return Thing(size, colour, shape, cell, x, y)
+
+
+def resized(thing: Thing, size: str) -> Thing:
+    """The thing in another size, as near to where it was as its cell allows."""
+    spare = _CELL / 2 - RADII[size] - 1
+    middles = ((thing.cell % 3 + 0.5) * _CELL, (thing.cell // 3 + 0.5) * _CELL)
+    x, y = (
+        min(max(at, middle - spare), middle + spare) for at, middle in zip((thing.x, thing.y), middles, strict=True)
+    )
+    return replace(thing, size=size, x=x, y=y)
+
+
 def _thing(rng: random.Random, cell: int, colours: list[str], shapes: tuple[str, ...] | list[str]) -> Thing:
-    size = rng.choice(list(RADII))
-    free = _CELL / 2 - RADII[size] - 1
-    x = (cell % 3 + 0.5) * _CELL + rng.uniform(-free, free)
-    y = (cell // 3 + 0.5) * _CELL + rng.uniform(-free, free)
-    return Thing(size, rng.choice(colours), rng.choice(shapes), cell, x, y)
+    return placed(rng, cell, rng.choice(list(RADII)), rng.choice(colours), rng.choice(shapes))
 
 
 def _free(cell: int) -> list[str]:
