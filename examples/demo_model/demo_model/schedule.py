@@ -125,7 +125,9 @@ def train_all(options: Options, parts: Sequence[str], steps: int | None, minutes
     Raises `RuntimeError` if one of them fails, when those that need nothing of it are finished.
     """
     context = torch.multiprocessing.get_context("spawn")
-    lines = [{part: end for part, end in line.items() if part in parts} for line in LINES[options.device.type]]
+    whole = LINES[options.device.type]
+    last = max(line[part] for line in whole for part in line if part in parts)
+    lines = [{part: end / last for part, end in line.items() if part in parts} for line in whole]
     done = {part: context.Event() for part in parts}
     failed = context.Event()
     given = _Given(options, steps, minutes, time.time(), done, failed)
