@@ -192,4 +192,4 @@ def hearing_part(model: Any, model_dir: Path, *, size: int = 24, questions: int 
 
     modules = [vision(model), audio_encoder(model), text, model.thinker.lm_head]
     sequences = SpokenSequences(model_dir, size, see.KINDS, questions, seed=1)
-    return Part("hearing", modules, sequences.spoken, loss, rate=5e-4)
+    return Part("hearing", modules, sequences.spoken, loss, rate=5e-4, slow=[vision(model).patch_embed])

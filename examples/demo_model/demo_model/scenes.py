@@ -232,9 +232,10 @@ def _covered(shapes: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """
     middle_x, middle_y, radius, sector, inner, first = shapes.unbind(2)
     right, down = x - middle_x, y - middle_y
+    sector = sector.clamp(min=1e-3)  # 0 where there is no thing
     angle = torch.remainder(torch.atan2(down, right) - first, 2 * sector)
     angle = torch.minimum(angle, 2 * sector - angle)
     edge = torch.hypot(right, down) * (angle.sin() + inner * (sector - angle).sin())
     full = (inner * radius * sector.sin()).clamp(min=1e-6)
     far = inner * radius * sector.sin() / (1 + inner**2 - 2 * inner * sector.cos()).clamp(min=1e-6).sqrt()
-    return (far * (1 - edge / full) + 0.5).clamp(0, 1) * (radius > 0)
+    return torch.where(radius > 0, (far * (1 - edge / full) + 0.5).clamp(0, 1), 0.0)

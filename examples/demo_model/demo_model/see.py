@@ -293,10 +293,13 @@ def encoder_part(model: Any, *, size: int = 96) -> Part:
         pairs = frames[:, None] if step % 4 < 3 else frames.unflatten(0, (-1, FRAMES_PER_PATCH))
         return labels.loss(seen(model, pairs).pooler_output, batch.things)
 
-    return Part("vision", [vision(model)], partial(cells, size=size), loss, own=labels)
+    return Part(
+        "vision", [vision(model)], partial(cells, size=size), loss, own=labels, slow=[vision(model).patch_embed]
+    )
 
 
 def answers_part(model: Any, model_dir: Path, *, size: int = 32, questions: int = 6) -> Part:
     """Trains vision encoder and language model together."""
     modules = [vision(model), language_model(model), model.thinker.lm_head]
-    return Part("answers", modules, Sequences(model_dir, size, KINDS, questions), partial(answer_loss, model))
+    sequences = Sequences(model_dir, size, KINDS, questions)
+    return Part("answers", modules, sequences, partial(answer_loss, model), slow=[vision(model).patch_embed])

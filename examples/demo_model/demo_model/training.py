@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 
 WARM_UP = 100
 """Steps in which the learning rate rises."""
+SLOW = 0.1
+"""Learning rate of a part's `slow` modules, relative to that of the others."""
 LOGGED_EVERY = 20
 """Steps."""
 LOG = "log.jsonl"
@@ -37,6 +39,16 @@ class Part:
     loss: Callable[[Any, int], tuple[Tensor, dict[str, Tensor]]]
     own: nn.Module | None = None
     rate: float = 1e-3
+    slow: Sequence[nn.Module] = ()
+    """Those of the modules whose inputs are many and alike, as a patch's pixels, so that changes of their weights add
+    up."""
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The trained parameters for the optimizer; `share`: of the learning rate."""
+        slow = [parameter for module in self.slow for parameter in module.parameters()]
+        known = set(map(id, slow))
+        others = [one for one in self.trained().parameters() if one.requires_grad and id(one) not in known]
+        return [{"params": others, "share": 1.0}, {"params": slow, "share": SLOW}]
 
     def trained(self) -> nn.ModuleList:
         return nn.ModuleList([*self.modules, *([self.own] if self.own else [])])
@@ -77,8 +89,9 @@ def train(
     """
     left = directory / f"{part.name}.pt"
     trained = part.trained().to(device)
-    parameters = [parameter for parameter in trained.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=part.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    groups = part.groups()
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=part.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     step = 0
     if left.exists():
         found = torch.load(left, weights_only=True, map_location=device)
@@ -92,7 +105,7 @@ def train(
     for batch in _batches(part, step, limits, workers):
         torch.manual_seed(step)
         for group in optimizer.param_groups:
-            group["lr"] = part.rate * _rate(step, share)
+            group["lr"] = part.rate * group["share"] * _rate(step, share)
         loss, values = part.loss(moved(batch, device), step)
         optimizer.zero_grad()
         loss.backward()

@@ -78,7 +78,10 @@ _SHAPE_7B: dict[str, Any] = {
         "bigvgan_config": {"upsample_initial_channel": 1536},
     },
 }
-_ROPE_3 = {"rope_theta": 1000000, "rope_scaling": {"interleaved": True, "mrope_section": [24, 20, 20], "type": "default"}}
+_ROPE_3 = {
+    "rope_theta": 1000000,
+    "rope_scaling": {"interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default", "type": "default"},
+}
 # the same of Qwen/Qwen3-Omni-30B-A3B-Instruct
 _SHAPE_30B: dict[str, Any] = {
     "dtype": "bfloat16",

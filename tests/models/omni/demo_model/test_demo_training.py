@@ -65,6 +65,20 @@ def test_an_answer_is_right_for_its_own_question_only() -> None:
     assert not questions.is_right(where, '{"place": "top left"')
 
 
+def test_pictures_are_painted_beside_others_as_alone() -> None:
+    """What lies at a thing's centre has its colour, however many things the other pictures have."""
+    from demo_model import scenes
+
+    rng = random.Random(5)
+    made = [scenes.draw_scene(rng, count, count) for count in (7, 1, 4)]
+    pictures = scenes.painted(scenes.canvas(made)).float()
+    known = torch.tensor(list(scenes.COLOURS.values()))
+    for scene, pixels in zip(made, pictures, strict=True):
+        for thing in scene.things:
+            distances = (pixels[int(thing.y), int(thing.x)] - known).abs().amax(1)
+            assert list(scenes.COLOURS)[int(distances.argmin())] == thing.colour
+
+
 def test_pixels_and_positions_are_those_of_the_library(untrained: Path, model: Any) -> None:
     """And a question among others about a picture gets the logits that the library gives it alone."""
     from demo_model import scenes, see
