@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,6 +71,33 @@ def create(directory: Path, seed: int = 0) -> None:
     torch.manual_seed(seed)
     model = Qwen3OmniMoeForConditionalGeneration(Qwen3OmniMoeConfig(**config))
     for module in vision(model).modules():
-        if isinstance(module, nn.Linear | nn.Conv3d):  # the library's deviation is that of networks ten times as wide
-            nn.init.normal_(module.weight, std=module.weight[0].numel() ** -0.5)
+        if isinstance(module, nn.Linear | nn.Conv3d):
+            _draw(module, module.weight[0].numel())  # the library's deviation is that of networks ten times as wide
+    prepare_vocoder(model.code2wav)
     model.save_pretrained(directory)
+
+
+def prepare_vocoder(code2wav: Any) -> None:
+    """Draw a vocoder's weights so that sound and gradients keep their size from layer to layer.
+
+    The library draws all from one narrow distribution, with which its convolutions let next to nothing through.
+    """
+    for name, module in code2wav.named_modules():
+        if isinstance(module, nn.ConvTranspose1d):
+            _draw(module, module.in_channels * module.kernel_size[0] / module.stride[0])
+        elif isinstance(module, nn.Conv1d):
+            terms = module.in_channels // module.groups * module.kernel_size[0]
+            _draw(module, 10 * terms if "conv2" in name else terms)  # the end of a residual unit, which adds a little
+        elif isinstance(module, nn.Linear):
+            _draw(module, module.in_features)
+        for part in ("gamma", "scale"):  # of what other residual units add
+            if hasattr(module, part):
+                nn.init.constant_(getattr(module, part), 0.1)
+    _draw(code2wav.decoder[-1].conv, 100 * code2wav.decoder[-1].conv.weight[0].numel())  # sound is soft
+
+
+def _draw(module: nn.Conv1d | nn.Conv3d | nn.ConvTranspose1d | nn.Linear, terms: float) -> None:
+    """For outputs of about the inputs' size, each of so many terms."""
+    nn.init.normal_(module.weight, std=terms**-0.5)
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)

@@ -2,13 +2,14 @@
 
 The quantiser's codebooks are the rows of the vocoder's embedding: what the encoder says of a frame is the sum of one
 row of each group, as the vocoder takes it (its input is their mean). Residual quantisation as in SoundStream (Zeghidour
-et al. 2021, section 3.3); the losses compare spectra at several resolutions.
+et al. 2021, section 3.3): rows are running means of what takes them, and learn without a gradient. Encoder and vocoder
+learn alone first, by spectra at several resolutions.
 """
 
 from __future__ import annotations
 
 import random
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,20 @@ _LOUDEST = 32767
 _HOP = FRAME // 4
 _FRAMES = 20
 """Of a clip to train on."""
-_WINDOWS = (256, 512, 1024, 2048)
-_COMMITMENT = 0.25
-_RESTART = 100
-"""Steps after which rows that no frame takes are set to what some frame lacks."""
+_WINDOWS = {256: 40, 512: 60, 1024: 80, 2048: 120}
+"""Samples of a spectrum, and its mel bins."""
+_FLOOR = 5e-4
+"""Of a mel spectrum: what is softer, about 80 dB below the loudest, counts as silence."""
+_LOGS, _COMMITMENT = 2.0, 1.0
+"""Parts of the loss, beside the spectra's magnitudes."""
+DIMS = 24
+"""Numbers that the encoder gives of a frame; 64 bits cannot tell many. The vocoder's width takes them repeatedly."""
+_ALONE = 150
+"""Steps before there are codes."""
+_DECAY = 0.99
+"""Of a codebook's running means."""
+_IDLE = 0.03
+"""Of the mean use of a codebook's rows: a row that is used less begins anew."""
 
 
 @lru_cache(4000)
@@ -81,9 +92,12 @@ class _Norm(nn.LayerNorm):
 class Encoder(nn.Module):
     """Sound → one vector per frame: a spectrum of 50 Hz, and convolutions of which two halve the rate."""
 
-    def __init__(self, width: int, bins: int = 80) -> None:
+    def __init__(self, config: Any, bins: int = 80) -> None:
+        """`config`: the vocoder's."""
         super().__init__()
-        self.register_buffer("mel", _mel_filters(bins), persistent=False)
+        self.width = width = config.hidden_size
+        self.register_buffer("taken", torch.zeros(config.num_quantizers, config.codebook_size))
+        self.register_buffer("mel", _mel_filters(bins, 1024), persistent=False)
         self.register_buffer("window", torch.hann_window(1024), persistent=False)
         self.enter = nn.Conv1d(bins, width, 5, padding=2)
         self.blocks = nn.ModuleList(
@@ -96,10 +110,10 @@ class Encoder(nn.Module):
             for _ in range(4)
         )
         self.halve = nn.ModuleList(nn.Conv1d(width, width, 4, stride=2, padding=1) for _ in range(2))
-        self.leave = nn.Conv1d(width, width, 1)
+        self.leave = nn.Sequential(_Norm(width), nn.Conv1d(width, DIMS, 1), _Norm(DIMS, elementwise_affine=False))
 
     def forward(self, samples: Tensor) -> Tensor:
-        """[B, frames · FRAME] → [B, frames, width]."""
+        """[B, frames · FRAME] → [B, frames, DIMS]."""
         rows = self.enter(self.spectrum(samples))
         for index, block in enumerate(self.blocks):
             rows = rows + block(rows)
@@ -108,23 +122,14 @@ class Encoder(nn.Module):
         return self.leave(rows).transpose(1, 2)
 
     def spectrum(self, samples: Tensor) -> Tensor:
-        """[B, n] → log mel spectrum [B, bins, n // hop]."""
+        """[B, n] → log mel spectrum [B, bins, n // hop], about -1.4 where nothing is heard, to 2."""
         made = torch.stft(samples, 1024, _HOP, window=self.window, return_complex=True).abs()[..., :-1]
-        return (self.mel @ made + 1e-4).log()
+        return ((self.mel @ made + 1e-4).log() + 5.0) / 3.0
 
 
-def quantized(rows: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, T, width], [groups, codes, width] → codes [B, T, groups], their sum [B, T, width], and the loss that draws
-    each chosen row to what it stands for."""
-    left, codes, loss = rows, [], rows.new_zeros(())
-    for book in codebooks:
-        far = torch.cdist(left.detach().flatten(0, 1), book.detach(), compute_mode="donot_use_mm_for_euclid_dist")
-        best = far.argmin(-1).view(left.shape[:2])
-        chosen = book[best]
-        loss = loss + functional.mse_loss(chosen, left.detach())
-        left = left - chosen.detach()
-        codes.append(best)
-    return torch.stack(codes, -1), rows - left, loss
+def nearest(rows: Tensor, book: Tensor) -> Tensor:
+    """[n, dims], [codes, dims] → int64 [n]: which row of the book each one is closest to."""
+    return torch.cdist(rows, book, compute_mode="donot_use_mm_for_euclid_dist").argmin(-1)
 
 
 class Codec(nn.Module):
@@ -133,21 +138,25 @@ class Codec(nn.Module):
     def __init__(self, code2wav: Any, encoder: Encoder) -> None:
         super().__init__()
         self.code2wav, self.encoder = code2wav, encoder
-        taken = torch.zeros(code2wav.config.num_quantizers, code2wav.config.codebook_size)
-        self.register_buffer("taken", taken, persistent=False)
 
     def codebooks(self) -> Tensor:
-        """[groups, codes, width]; the vocoder takes the mean of a frame's rows, so that they count for a part each."""
+        """[groups, codes, DIMS]; the vocoder takes the mean of a frame's rows, so that they count for a part each."""
         groups = self.code2wav.config.num_quantizers
-        return self.code2wav.code_embedding.weight.view(groups, -1, self.code2wav.config.hidden_size) / groups
+        return self.code2wav.code_embedding.weight.view(groups, -1, self.encoder.width)[..., :DIMS] / groups
 
     @torch.no_grad()
     def encode(self, samples: Tensor) -> Tensor:
         """[B, frames · FRAME] → codes [B, frames, groups]."""
-        return quantized(self.encoder(samples), self.codebooks())[0]
+        rows = self.encoder(samples)
+        left, codes = rows.flatten(0, 1), []
+        for book in self.codebooks():
+            codes.append(nearest(left, book))
+            left = left - book[codes[-1]]
+        return torch.stack(codes, -1).unflatten(0, rows.shape[:2])
 
     def decode(self, rows: Tensor) -> Tensor:
-        """[B, frames, width] → [B, frames · FRAME − LOST]: the vocoder after its embedding."""
+        """[B, frames, DIMS] → [B, frames · FRAME − LOST]: the vocoder after its embedding."""
+        rows = rows.repeat(1, 1, self.encoder.width // DIMS)
         hidden = self.code2wav.pre_transformer(inputs_embeds=rows).last_hidden_state.transpose(1, 2)
         for block in [*(one for both in self.code2wav.upsample for one in both), *self.code2wav.decoder]:
             hidden = block(hidden)
@@ -157,51 +166,71 @@ class Codec(nn.Module):
         """Of int16 [B, samples]: how far the vocoder's sound is from them, and codes from what the encoder gives."""
         samples = loudness(batch)
         rows = self.encoder(samples)
-        codes, nearest, drawn = quantized(rows, self.codebooks())
-        made = self.decode(rows + (nearest - rows).detach())
+        told, commitment, values = rows, rows.new_zeros(()), {}
+        if step >= _ALONE:
+            known, values = self.learn(rows.detach().flatten(0, 1), step - _ALONE)
+            known = known.view_as(rows)
+            commitment = functional.mse_loss(rows, known)
+            told = rows + (known - rows).detach()
+        made = self.decode(told)
         spectra = spectral_distance(made, samples[:, : made.shape[1]])
-        commitment = functional.mse_loss(rows, nearest.detach())
-        self._restart(codes, rows.detach(), step)
-        used = (self.taken > 0).float().mean()
-        return spectra + drawn + _COMMITMENT * commitment, {"spectra": spectra, "codes used": used}
+        return spectra + _COMMITMENT * commitment, {"spectra": spectra, **values}
 
     @torch.no_grad()
-    def _restart(self, codes: Tensor, rows: Tensor, step: int) -> None:
-        for group in range(codes.shape[-1]):
-            self.taken[group] += torch.bincount(codes[..., group].flatten(), minlength=self.taken.shape[1])
-        if (step + 1) % _RESTART:
-            return
-        groups = len(self.taken)
-        weights, left = self.code2wav.code_embedding.weight.view(groups, self.taken.shape[1], -1), rows.flatten(0, 1)
-        for group, books in enumerate(self.codebooks()):
-            idle = (self.taken[group] == 0).nonzero()[:, 0]
-            weights[group, idle] = groups * left[torch.randint(len(left), (len(idle),), device=left.device)]
-            left = left - books[codes[..., group].flatten()]
-        self.taken.zero_()
+    def learn(self, rows: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """[n, DIMS] → the sum of each one's codes, and what to log: of each group, the part of the rows' variance that
+        it and those before it do not tell, and the part of its rows that are in use.
+
+        Moves the codebooks, whose first step is 0: each row to the mean of what takes it; an idle one, as all are at
+        first, to what the groups before leave of some frame.
+        """
+        decay = min(_DECAY, (1 + step) / (10 + step))
+        books, left, values = self.codebooks(), rows, {}
+        spread = rows.var(0, correction=0).mean()
+        for group, (book, taken) in enumerate(zip(books, self.encoder.taken, strict=True)):
+            mean = len(rows) / len(book)
+            idle = taken < _IDLE * mean
+            anew = left[torch.randint(len(rows), taken.shape, device=rows.device)]
+            book.copy_(torch.where(idle[:, None], anew, book))
+            taken.masked_fill_(idle, mean)
+            codes = nearest(left, book)
+            takes = functional.one_hot(codes, len(book)).to(rows.dtype).T
+            told = book[codes]
+            taken.mul_(decay).add_(takes.sum(1), alpha=1 - decay)
+            book += (1 - decay) / taken[:, None].clamp(min=1e-6) * (takes @ (left - told))
+            left = left - told
+            values[f"left {group}"] = left.square().mean() / spread
+            values[f"used {group}"] = (taken > 0.1 * mean).float().mean()
+        repeats = self.encoder.width // DIMS
+        self.code2wav.code_embedding.weight.copy_(len(books) * books.repeat(1, 1, repeats).flatten(0, 1))
+        return rows - left, values
 
 
 def spectral_distance(made: Tensor, wanted: Tensor) -> Tensor:
-    """[B, n] each → difference of their spectra, of magnitudes and of their logarithms, over several windows."""
+    """[B, n] each → difference of their spectra: magnitudes, and logarithms of mel spectra, over several windows."""
     found = []
-    for size in _WINDOWS:
-        window = torch.hann_window(size, device=made.device)
+    for size, bins in _WINDOWS.items():
+        window, mel = torch.hann_window(size, device=made.device), _mel_filters(bins, size, made.device)
         one, other = (
-            torch.stft(sound, size, size // 4, window=window, return_complex=True).abs().clamp(min=1e-5)
-            for sound in (made, wanted)
+            torch.stft(sound, size, size // 4, window=window, return_complex=True).abs() for sound in (made, wanted)
         )
-        found.append((one - other).norm() / other.norm() + (one.log() - other.log()).abs().mean())
+        logs = ((mel @ one + _FLOOR).log() - (mel @ other + _FLOOR).log()).abs().mean()
+        found.append((one - other).norm() / other.norm() + _LOGS * logs)
     return torch.stack(found).mean()
 
 
 def codec_part(model: Any, *, size: int = 12) -> Part:
     """Trains the vocoder with an encoder of its own."""
-    encoder = Encoder(model.config.code2wav_config.hidden_size)
+    encoder = Encoder(model.config.code2wav_config)
     codec = Codec(model.code2wav, encoder).to(model.device)
+    model.code2wav.code_embedding.requires_grad_(False)  # the codebooks follow their own rule
     return Part("codec", [model.code2wav], partial(clips, size=size), codec.loss, own=encoder)
 
 
-def _mel_filters(bins: int) -> Tensor:
+@cache
+def _mel_filters(bins: int, window: int, device: torch.device | None = None) -> Tensor:
+    """[bins, window // 2 + 1]"""
     from transformers.audio_utils import mel_filter_bank
 
-    made = mel_filter_bank(513, bins, 0.0, 12000.0, SPOKEN_RATE, norm="slaney", mel_scale="slaney")
-    return torch.from_numpy(made.T).float()
+    made = mel_filter_bank(window // 2 + 1, bins, 0.0, 12000.0, SPOKEN_RATE, norm="slaney", mel_scale="slaney")
+    return torch.from_numpy(made.T).float().to(device)

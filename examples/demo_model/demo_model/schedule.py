@@ -25,7 +25,7 @@ PARTS = ("codec", "vision", "dictation", "answers", "hearing", "speaking")
 STEPS = {"vision": 800, "answers": 3000, "dictation": 2000, "hearing": 2000, "codec": 1500, "speaking": 3000}
 SIZES = {
     "cpu": {"vision": 96, "answers": 32, "dictation": 32, "hearing": 24, "codec": 12, "speaking": 12},
-    "cuda": {"vision": 256, "answers": 128, "dictation": 64, "hearing": 64, "codec": 48, "speaking": 64},
+    "cuda": {"vision": 256, "answers": 128, "dictation": 64, "hearing": 64, "codec": 24, "speaking": 64},
 }
 """Pictures, sequences or recordings of a batch."""
 NEEDS = {"answers": ("vision",), "hearing": ("answers", "dictation"), "speaking": ("codec", "answers")}

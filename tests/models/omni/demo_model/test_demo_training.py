@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import random
 import sys
@@ -193,8 +194,10 @@ def test_sound_becomes_spectra_and_codes(untrained: Path, model: Any) -> None:
     assert int((heard.answers.ids == model.config.thinker_config.audio_token_id).sum()) == sum(
         networks.rows_of(length) for length in heard.said.lengths
     )
-    learning = codec.Codec(model.code2wav, codec.Encoder(model.config.code2wav_config.hidden_size))
+    learning = codec.Codec(model.code2wav, codec.Encoder(model.config.code2wav_config))
     clip = codec.loudness(codec.clips(0, size=2))
+    with torch.no_grad():
+        learning.learn(learning.encoder(clip).flatten(0, 1), 0)
     codes = learning.encode(clip)
     assert codes.shape == (2, clip.shape[1] // codec.FRAME, model.code2wav.config.num_quantizers)
     with torch.no_grad():
@@ -202,3 +205,22 @@ def test_sound_becomes_spectra_and_codes(untrained: Path, model: Any) -> None:
         whole = model.code2wav(codes.transpose(1, 2))[:, 0]
         assert torch.allclose(learning.decode(rows).clamp(-1, 1), whole, atol=1e-5)
     assert whole.shape[1] == clip.shape[1] - codec.LOST
+
+
+def test_codebooks_learn_what_is_to_be_told(model: Any) -> None:
+    """Their rows, all equal at first, come to be used, and each group tells what those before it leave."""
+    pytest.importorskip("espeakng_loader")
+    from demo_model import codec
+
+    code2wav = copy.deepcopy(model.code2wav)
+    code2wav.code_embedding.requires_grad_(False).weight.zero_()
+    learning = codec.Codec(code2wav, codec.Encoder(code2wav.config))
+    torch.manual_seed(0)
+    for step in range(40):
+        rows = torch.randn(400, codec.DIMS) * torch.linspace(1.5, 0.1, codec.DIMS)
+        told, values = learning.learn(rows, step)
+    left = [values[f"left {group}"].item() for group in range(code2wav.config.num_quantizers)]
+    assert left == sorted(left, reverse=True)
+    assert left[-1] < 0.05
+    assert (rows - told).square().mean() / rows.var(0).mean() == pytest.approx(left[-1], rel=0.01)
+    assert min(values[f"used {group}"] for group in range(len(left))) > 0.5
