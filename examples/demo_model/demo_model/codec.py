@@ -41,7 +41,7 @@ _LOGS, _COMMITMENT = 2.0, 1.0
 """Parts of the loss, beside the spectra's magnitudes."""
 DIMS = 24
 """Numbers that the encoder gives of a frame; 64 bits cannot tell many. The vocoder's width takes them repeatedly."""
-_ALONE = 150
+_ALONE = 200
 """Steps before there are codes."""
 _DECAY = 0.99
 """Of a codebook's running means."""
