@@ -220,8 +220,8 @@ def flow_loss(
         hidden_states=mixed if seen is None else torch.cat([mixed, seen], 1),
         encoder_hidden_states=torch.cat([states[layer] for layer in LAYERS], -1),
         timestep=level,
-        img_ids=_places(clean.shape[1], 1 if seen is None else 2).to(clean.device),
-        txt_ids=functional.pad(torch.arange(batch["ids"].shape[1])[:, None], (3, 0)).to(clean.device),
+        img_ids=_places(clean.shape[1], 1 if seen is None else 2, clean.device),
+        txt_ids=functional.pad(torch.arange(batch["ids"].shape[1], device=clean.device)[:, None], (3, 0)),
         return_dict=False,
     )
     loss = functional.mse_loss(velocity[:, : clean.shape[1]].float(), noise - clean)
@@ -235,12 +235,10 @@ def tokens(vae: Any, pictures: Tensor) -> Tensor:
     return (latents.flatten(2).mT - mean) / std
 
 
-def _places(count: int, pictures: int) -> Tensor:
+def _places(count: int, pictures: int, device: torch.device) -> Tensor:
     """int64 [pictures · count, 4]: picture, row, column and 0 of each token."""
-    side = torch.arange(math.isqrt(count))
-    return torch.cat(
-        [torch.cartesian_prod(torch.tensor([10 * one]), side, side, torch.tensor([0])) for one in range(pictures)]
-    )
+    side, which = torch.arange(math.isqrt(count), device=device), torch.arange(pictures, device=device)
+    return torch.cartesian_prod(10 * which, side, side, torch.zeros(1, dtype=torch.long, device=device))
 
 
 def _noisy(pictures: Tensor, chance: torch.Generator) -> Tensor:

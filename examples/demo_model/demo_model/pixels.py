@@ -35,7 +35,7 @@ def coverage(x: Tensor, y: Tensor, radius: Tensor, shape: Tensor, turn: Tensor, 
     All shapes are a sector between a corner and the middle of an edge (of a star: an inner corner), mirrored and
     repeated; what counts is the distance from the line that closes the sector.
     """
-    half = math.pi / torch.tensor(_CORNERS, device=x.device)[shape]
+    half = math.pi / sum(count * (shape == index) for index, count in enumerate(_CORNERS))
     near = torch.where(shape == SHAPES.index("star"), radius * _INNER, radius * half.cos())
     first = turn - math.pi / 2 + math.pi / 4 * (shape == SHAPES.index("square"))
     at = torch.arange(side, device=x.device) + 0.5
@@ -60,9 +60,9 @@ def paint(things: Tensor, grounds: Tensor) -> Tensor:
     mixes = torch.stack([torch.zeros_like(slope), slope.abs(), (torch.sin(slope * c) + 1) / 4, cloudy], 1).clamp(0, 1)
     mix = mixes.gather(1, kind.long()[:, None].expand(-1, 1, SIDE, SIDE))
     picture = first[..., None, None] * (1 - mix) + second[..., None, None] * mix
-    for x, y, radius, shape, turn, *colour in (things[:, index].unbind(-1) for index in range(things.shape[1])):
-        covered = coverage(x, y, radius, shape.long(), turn)[:, None]
-        picture = picture + covered * (torch.stack(colour, -1)[..., None, None] - picture)
+    x, y, radius, shape, turn = things[..., :5].unbind(-1)
+    for colour, covered in zip(things[..., 5:].unbind(1), coverage(x, y, radius, shape, turn).unbind(1), strict=True):
+        picture = torch.lerp(picture, colour[..., None, None], covered[:, None])
     return picture
 
 
@@ -135,16 +135,22 @@ def _hue(colours: Tensor) -> Tensor:
 
 def _spots(classes: Tensor) -> list[Tensor]:
     """bool [SIDE, SIDE] of each connected area of one class that is not negative."""
-    labels = torch.arange(1.0, classes.numel() + 1).reshape(classes.shape) * (classes >= 0)
-    while True:
-        grown = labels
-        for shift, axis in ((1, 0), (-1, 0), (1, 1), (-1, 1)):
-            same = torch.roll(classes, shift, axis) == classes
-            same.select(axis, 0 if shift == 1 else -1).fill_(False)
-            grown = torch.maximum(grown, torch.roll(grown, shift, axis) * same * (classes >= 0))
-        if torch.equal(grown, labels):
-            return [labels == label for label in labels.unique() if label > 0]
-        labels = grown
+    rows = classes.tolist()
+    left = {(y, x): one for y, row in enumerate(rows) for x, one in enumerate(row) if one >= 0}
+    found = []
+    while left:
+        start, one = left.popitem()
+        spot, edge = [start], [start]
+        while edge:
+            y, x = edge.pop()
+            for near in ((y - 1, x), (y + 1, x), (y, x - 1), (y, x + 1)):
+                if left.get(near) == one:
+                    del left[near]
+                    spot.append(near)
+                    edge.append(near)
+        found.append(torch.zeros_like(classes, dtype=torch.bool))
+        found[-1][tuple(torch.tensor(spot).T)] = True
+    return found
 
 
 def _likest(pixels: Tensor, spot: Tensor, colour: str) -> Thing | None:
@@ -166,7 +172,7 @@ def _likest(pixels: Tensor, spot: Tensor, colour: str) -> Thing | None:
     )
     radius, shape, turn = torch.cartesian_prod(*sorts).unbind(-1)
     xs, ys = torch.full_like(turn, x - left), torch.full_like(turn, y - top)
-    shapes = _blurred(coverage(xs, ys, radius, shape.long(), turn, _VIEW))
+    shapes = _blurred(coverage(xs, ys, radius, shape, turn, _VIEW))
     alike = torch.minimum(shapes, share).sum((1, 2)) / torch.maximum(shapes, share).sum((1, 2))
     best = int(alike.argmax())
     if alike[best] < _ALIKE:
