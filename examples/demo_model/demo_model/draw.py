@@ -303,15 +303,15 @@ def train(
         mean.load_state_dict(found["mean"])
         optimizer.load_state_dict(found["optimizer"])
         first, spent = found["step"], found["seconds"]
+    if limits.done(first, spent) >= 1:
+        return mean
     begun = time.monotonic() - spent
     saved = time.monotonic()
     chance = torch.Generator(device)
     sums: dict[str, list[Tensor]] = {}
     last = int(min(limits.steps, first + limits.pause, 10**7))
     for step, batch in enumerate(_batches(directory, stage.size, range(first, last), device, workers), first):
-        done = limits.done(step, time.monotonic() - begun)
-        if done >= 1:
-            break
+        done = min(limits.done(step, time.monotonic() - begun), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = stage.rate * min((step + 1) / WARM_UP, 0.01 + 0.99 * (1 + math.cos(math.pi * done)) / 2)
         batch = {name: values.to(device, non_blocking=True) for name, values in batch.items()}
@@ -325,15 +325,18 @@ def train(
             torch._foreach_lerp_(averaged, learned, 1 - min(0.999, (step + 1) / (step + 10)))
         for name, value in values.items():
             sums.setdefault(name, []).append(value.detach())
-        if (step + 1) % 50 == 0 or step + 1 == last:
+        over = step + 1 == last or limits.done(step + 1, time.monotonic() - begun) >= 1
+        if (step + 1) % 50 == 0 or over:
             means = {name: round(torch.stack(found).mean().item(), 5) for name, found in sums.items()}
             _log(log, {"step": step + 1, "seconds": round(time.monotonic() - begun, 1), **means})
             sums = {}
-        if time.monotonic() - saved > 60 or step + 1 == last:
+        if time.monotonic() - saved > 60 or over:
             state = {"weights": made.state_dict(), "mean": mean.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save({**state, "step": step + 1, "seconds": time.monotonic() - begun}, left.with_suffix(".new"))
             left.with_suffix(".new").replace(left)
             saved = time.monotonic()
+        if over:
+            break
     return mean
 
 

@@ -22,7 +22,7 @@ EXAMPLE = Path(__file__).parents[4] / "examples" / "demo_model"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def package() -> Any:
+def package(one_thread: None) -> Any:
     """Makes the example importable."""
     sys.path.insert(0, str(EXAMPLE))
     yield
@@ -61,7 +61,7 @@ def test_other_words_are_no_captions(words: str) -> None:
         caption_of(words)
 
 
-def test_training_resumes_and_its_checkpoint_draws_through_segue(one_thread: None, tmp_path: Path) -> None:
+def test_training_resumes_and_its_checkpoint_draws_through_segue(tmp_path: Path) -> None:
     """Two calls learn what one does; the library and Segue draw and edit alike with it."""
     from demo_model import draw
     from demo_model.captions import random_edit
