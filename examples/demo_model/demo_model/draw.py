@@ -8,7 +8,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +30,16 @@ from segue.models.shared.diffusion.library import LIBRARIES, AutoConfig
 
 LAYERS = (9, 18, 27)
 """Of the text encoder: whose hidden states the pipeline takes."""
+TRAINED = (0, 1, 9, 10, 18, 19)
+"""Of the text encoder's layers: all that change their input. Training runs no others."""
 SHORT, LONG = 64, 512
 """Tokens that a prompt is padded to; the network sees the padding. `LONG` is the pipeline's default."""
 WARM_UP = 200
 """Steps in which the learning rate rises."""
 DROPPED = 0.1
 """Of the captions: replaced by an empty one, for guidance."""
+NOISES = 4
+"""With so many levels of noise each picture of a batch is seen."""
 _WIDTH, _LATENTS = 64, 16
 TEXT: dict[str, Any] = {
     "hidden_size": _WIDTH,
@@ -103,7 +107,8 @@ def create(directory: Path) -> None:
 
 
 def networks(directory: Path, seed: int = 0) -> nn.ModuleDict:
-    """The pipeline's networks, float32, with the weights that lie there or random ones."""
+    """The pipeline's networks, float32, with the weights that lie there or random ones. The text encoder has the layers
+    `TRAINED` alone."""
     torch.manual_seed(seed)
     made = nn.ModuleDict()
     for name, kind in PARTS.items():
@@ -116,13 +121,32 @@ def networks(directory: Path, seed: int = 0) -> nn.ModuleDict:
             for part, module in made[name].named_modules():
                 if isinstance(module, nn.Linear) and ("modulation" in part or part in ("norm_out.linear", "proj_out")):
                     nn.init.zeros_(module.weight)  # all blocks begin as the identity
+    made["text_encoder"] = _with_layers(made["text_encoder"], TRAINED)
     return made.train()
+
+
+def _with_layers(text: Any, chosen: Sequence[int | None]) -> Any:
+    """A text encoder with copies of these layers of another; None: one that adds nothing to its input."""
+    config = deepcopy(text.config)
+    config.num_hidden_layers, config.layer_types = len(chosen), config.layer_types[:1] * len(chosen)
+    made = PARTS["text_encoder"](config)
+    for layer, index in zip(made.model.layers, chosen, strict=True):
+        if index is None:
+            for weights in (one for name, one in layer.named_parameters() if "proj" in name):
+                nn.init.zeros_(weights)
+        else:
+            layer.load_state_dict(text.model.layers[index].state_dict())
+    made.model.embed_tokens.load_state_dict(text.model.embed_tokens.state_dict())
+    made.model.norm.load_state_dict(text.model.norm.state_dict())
+    return made
 
 
 def write(directory: Path, trained: nn.ModuleDict) -> None:
     """Write the weights, bfloat16."""
     for name, network in trained.items():
-        deepcopy(network).to("cpu", torch.bfloat16).save_pretrained(directory / name, max_shard_size="15MB")
+        depth = [TRAINED.index(index) if index in TRAINED else None for index in range(max(LAYERS))]
+        whole = _with_layers(network, depth) if name == "text_encoder" else deepcopy(network)
+        whole.to("cpu", torch.bfloat16).save_pretrained(directory / name, max_shard_size="15MB")
 
 
 # data
@@ -156,7 +180,9 @@ class Batches(Dataset[dict[str, Tensor]]):
                 rows["before"].append(thing_rows(what.before, looks[number]))
             after = what.after if isinstance(what, Edit) else things_for(what, rng)
             rows["after"].append(thing_rows(after, looks[number]))
-            rows["grounds"].append(ground_row(rng, getattr(what, "ground", None), clouds[number]))
+            rows["grounds"].append(
+                ground_row(rng, getattr(what, "ground", None), clouds[number], isinstance(what, Caption))
+            )
             rows["texts"].append("" if rng.random() < DROPPED else _said(rng, str(what)))
         ids, mask = self._encoded(rows.pop("texts"), LONG if long else SHORT)
         return {"ids": ids, "mask": mask, **{name: torch.tensor(values) for name, values in rows.items()}}
@@ -184,15 +210,16 @@ Loss = Callable[[nn.ModuleDict, dict[str, Tensor], torch.Generator], tuple[Tenso
 def vae_loss(
     made: nn.ModuleDict, batch: dict[str, Tensor], chance: torch.Generator
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Reconstruction of pictures without the noise that they are seen with."""
+    """Reconstruction of pictures without the noise that they are seen with; what has colour counts more."""
     clean = paint(batch["after"], batch["grounds"]) / 127.5 - 1
     spread = made["vae"].encode(_noisy(clean, chance)).latent_dist
     noise = torch.randn(spread.mean.shape, generator=chance, device=clean.device)
     decoded = made["vae"].decode(spread.mean + spread.std * noise).sample.float()
     away = (decoded - clean).abs()
+    weight = 1 + 4 * (clean.amax(1, keepdim=True) - clean.amin(1, keepdim=True))
     edges = [(decoded.diff(dim=axis) - clean.diff(dim=axis)).abs().mean() for axis in (2, 3)]
     kl = (spread.mean.float().square() + spread.var.float() - 1 - spread.logvar.float()).mean() / 2
-    return away.mean() + edges[0] + edges[1] + 5e-4 * kl, {"away": away.mean(), "kl": kl}
+    return (weight * away).mean() + edges[0] + edges[1] + 1e-4 * kl, {"away": away.mean(), "kl": kl}
 
 
 def flow_loss(
@@ -208,17 +235,16 @@ def flow_loss(
             if len(batch["before"])
             else None
         )
+    clean, seen = clean.repeat(NOISES, 1, 1), None if seen is None else seen.repeat(NOISES, 1, 1)
     noise = torch.randn(clean.shape, generator=chance, device=clean.device)
-    level = torch.sigmoid(torch.randn(len(clean), generator=chance, device=clean.device) + 0.4)
-    mixed = torch.lerp(clean, noise, level[:, None, None])
-    states = (
-        made["text_encoder"]
-        .model(input_ids=batch["ids"], attention_mask=batch["mask"], use_cache=False, output_hidden_states=True)
-        .hidden_states
+    spread = torch.rand(len(clean), generator=chance, device=clean.device) + torch.arange(
+        len(clean), device=clean.device
     )
+    level = torch.sigmoid(torch.special.ndtri(spread / len(clean)).clamp(-4, 4) + 0.4)
+    mixed = torch.lerp(clean, noise, level[:, None, None])
     [velocity] = made["transformer"](
         hidden_states=mixed if seen is None else torch.cat([mixed, seen], 1),
-        encoder_hidden_states=torch.cat([states[layer] for layer in LAYERS], -1),
+        encoder_hidden_states=_read(made["text_encoder"], batch["ids"], batch["mask"]).repeat(NOISES, 1, 1),
         timestep=level,
         img_ids=_places(clean.shape[1], 1 if seen is None else 2, clean.device),
         txt_ids=functional.pad(torch.arange(batch["ids"].shape[1], device=clean.device)[:, None], (3, 0)),
@@ -226,6 +252,15 @@ def flow_loss(
     )
     loss = functional.mse_loss(velocity[:, : clean.shape[1]].float(), noise - clean)
     return loss, {"draws" if seen is None else "edits": loss.detach()}
+
+
+def _read(text: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    """[B, tokens, features]: what the pipeline takes of a text encoder that has the layers `TRAINED` alone."""
+    before = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
+    # the library asks the device about a mask of two dimensions, and waits for the answer
+    visible = (before & mask[:, None])[:, None]
+    states = text.model(input_ids=ids, attention_mask=visible, use_cache=False, output_hidden_states=True).hidden_states
+    return torch.cat([states[sum(index < layer for index in TRAINED)] for layer in LAYERS], -1)
 
 
 def tokens(vae: Any, pictures: Tensor) -> Tensor:
@@ -262,8 +297,8 @@ class Stage:
     rate: float
 
 
-VAE_STAGE = Stage("draw-vae", ("vae",), vae_loss, 128, 1e-3)
-FLOW_STAGE = Stage("draw-flow", ("text_encoder", "transformer"), flow_loss, 512, 1e-3)
+VAE_STAGE = Stage("draw-vae", ("vae",), vae_loss, 32, 1e-3)
+FLOW_STAGE = Stage("draw-flow", ("text_encoder", "transformer"), flow_loss, 64, 1e-3)
 
 
 @dataclass(frozen=True)
@@ -305,6 +340,7 @@ def train(
         first, spent = found["step"], found["seconds"]
     if limits.done(first, spent) >= 1:
         return mean
+    torch.backends.cudnn.benchmark = True
     begun = time.monotonic() - spent
     saved = time.monotonic()
     chance = torch.Generator(device)

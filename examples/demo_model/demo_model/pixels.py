@@ -66,12 +66,12 @@ def paint(things: Tensor, grounds: Tensor) -> Tensor:
     return picture
 
 
-def ground_row(rng: random.Random, ground: str | None, clouds: np.ndarray) -> list[float]:
+def ground_row(rng: random.Random, ground: str | None, clouds: np.ndarray, plain: bool = False) -> list[float]:
     """A random background as in `scenes.py`; `ground`: "dark" or "pale" throughout, or None; `clouds`: 64 numbers from
-    0 to 1."""
+    0 to 1; `plain`: of one colour."""
     bases = [{"dark": 0, "pale": 190}.get(ground or "", rng.choice((0, 190))) for _ in range(2)]
     colours = [base + 59 * rng.random() for base in bases for _ in range(3)]
-    kind = rng.choices(range(4), (4, 3, 2, 2))[0]  # a plain one more often than there
+    kind = 0 if plain else rng.choices(range(4), (4, 3, 2, 2))[0]  # a plain one more often than there
     a, b = (rng.random(), rng.random()) if kind == 1 else (rng.uniform(-1, 1), rng.uniform(-1, 1))
     return [*colours, kind, a, b, rng.uniform(20, 60), *clouds.tolist()]
 
