@@ -63,7 +63,7 @@ async def run(bench: StepsBench, directory: Path) -> StepsResult:
         directory=directory,
         device=torch.device(bench.device),
         dtype=dtype_of(bench.dtype),
-        batch=max(*bench.batches, *bench.profile),
+        batch=max((*bench.batches, *bench.profile)),
         longest=max(bench.prompt + max(bench.output, _WARM, 2 * PROFILED), *(tokens + 1 for tokens in bench.prefills)),
     )
     device = name_of(model.device)
