@@ -22,7 +22,7 @@ from segue.server.openai.embeddings import EmbeddingsBody
 from segue.server.openai.images.request import EditBody, ImageBody
 from segue.server.openai.responses.request import ResponsesBody
 from segue.server.openai.videos.request import VideoBody
-from segue.server.operations import answers
+from segue.server.operations.answers import anthropic, chat, media, responses, server, texts
 from segue.server.operations.moves import MoveWorkerBody
 from segue.server.vllm.lora import LoadLoraBody, UnloadLoraBody
 from segue.server.vllm.pooling import ClassifyBody, PoolingBody
@@ -72,80 +72,80 @@ class Post(NamedTuple):
     """Type of a stream's events."""
 
 
-_CLASSIFY = Post("Classify texts.", ClassifyBody, answers.ClassifyAnswer)
-_POOLING = Post("Vectors or class probabilities of texts.", PoolingBody, answers.PoolingAnswer)
-_SCORE = Post("Scores of how well texts match.", ScoreBody, answers.ScoreAnswer)
+_CLASSIFY = Post("Classify texts.", ClassifyBody, texts.ClassifyAnswer)
+_POOLING = Post("Vectors or class probabilities of texts.", PoolingBody, texts.PoolingAnswer)
+_SCORE = Post("Scores of how well texts match.", ScoreBody, texts.ScoreAnswer)
 _SPEECH = ("audio/mpeg", *sorted(set(AUDIO_FORMATS.values()) - {"audio/mpeg"}))
-_RERANK = Post("Documents ranked by how well they match a query.", RerankBody, answers.RerankAnswer)
+_RERANK = Post("Documents ranked by how well they match a query.", RerankBody, texts.RerankAnswer)
 POST: dict[str, Post] = {
     "/v1/chat/completions": Post(
-        "An answer to messages, whole or streamed.", ChatBody, answers.ChatAnswer, answers.ChatChunk
+        "An answer to messages, whole or streamed.", ChatBody, chat.ChatAnswer, chat.ChatChunk
     ),
     "/v1/responses": Post(
         "An answer to items of a conversation, whole or streamed.",
         ResponsesBody,
-        answers.ResponseAnswer,
-        answers.ResponseEvent,
+        responses.ResponseAnswer,
+        responses.ResponseEvent,
     ),
-    "/v1/responses/input_tokens": Post("Count the tokens of a response's input.", ResponsesBody, answers.InputTokens),
+    "/v1/responses/input_tokens": Post("Count the tokens of a response's input.", ResponsesBody, responses.InputTokens),
     "/v1/messages": Post(
         "An answer to messages, in Anthropic's format, whole or streamed.",
         MessagesBody,
-        answers.MessageAnswer,
-        answers.MessageEvent,
+        anthropic.MessageAnswer,
+        anthropic.MessageEvent,
     ),
-    "/v1/messages/count_tokens": Post("Count the tokens of messages.", CountBody, answers.CountedTokens),
+    "/v1/messages/count_tokens": Post("Count the tokens of messages.", CountBody, anthropic.CountedTokens),
     "/v1/completions": Post(
         "A continuation of a prompt, whole or streamed.",
         CompletionBody,
-        answers.CompletionAnswer,
-        answers.CompletionChunk,
+        chat.CompletionAnswer,
+        chat.CompletionChunk,
     ),
-    "/v1/embeddings": Post("Embedding vectors of texts.", EmbeddingsBody, answers.EmbeddingsAnswer),
+    "/v1/embeddings": Post("Embedding vectors of texts.", EmbeddingsBody, texts.EmbeddingsAnswer),
     **dict.fromkeys(("/v1/classify", "/classify"), _CLASSIFY),
     **dict.fromkeys(("/v1/pooling", "/pooling"), _POOLING),
     **dict.fromkeys(("/v1/score", "/score"), _SCORE),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _RERANK),
     "/v1/images/generations": Post(
-        "Images from a prompt, whole or streamed.", ImageBody, answers.ImagesAnswer, answers.ImageEvent
+        "Images from a prompt, whole or streamed.", ImageBody, media.ImagesAnswer, media.ImageEvent
     ),
     "/v1/images/edits": Post(
-        "Images made from others, whole or streamed.", EditBody, answers.ImagesAnswer, answers.ImageEvent
+        "Images made from others, whole or streamed.", EditBody, media.ImagesAnswer, media.ImageEvent
     ),
-    "/v1/audio/speech": Post("The speech of a text, streamed.", SpeechBody, _SPEECH, answers.SpeechEvent),
+    "/v1/audio/speech": Post("The speech of a text, streamed.", SpeechBody, _SPEECH, media.SpeechEvent),
     "/v1/audio/transcriptions": Post(
         "The text of a recording, whole or streamed.",
         TranscriptionBody,
-        answers.Transcription,
-        answers.TranscriptEvent,
+        media.Transcription,
+        media.TranscriptEvent,
     ),
     "/v1/audio/translations": Post(
         "The text of a recording in English, whole or streamed.",
         TranslationBody,
-        answers.Transcription,
-        answers.TranscriptEvent,
+        media.Transcription,
+        media.TranscriptEvent,
     ),
-    "/v1/videos": Post("Start a video job.", VideoBody, answers.VideoJob),
-    "/v1/responses/{response_id}/cancel": Post("Cancel a background response.", None, answers.ResponseAnswer),
-    "/tokenize": Post("A prompt or messages as token ids.", TokenizeBody, answers.Tokens),
-    "/detokenize": Post("The text of token ids.", DetokenizeBody, answers.Detokenized),
+    "/v1/videos": Post("Start a video job.", VideoBody, media.VideoJob),
+    "/v1/responses/{response_id}/cancel": Post("Cancel a background response.", None, responses.ResponseAnswer),
+    "/tokenize": Post("A prompt or messages as token ids.", TokenizeBody, server.Tokens),
+    "/detokenize": Post("The text of token ids.", DetokenizeBody, server.Detokenized),
     "/v1/load_lora_adapter": Post("Load a LoRA adapter.", LoadLoraBody, "text/plain"),
-    "/v1/move_worker": Post("Move a worker from one stage to another.", MoveWorkerBody, answers.MovedWorker),
+    "/v1/move_worker": Post("Move a worker from one stage to another.", MoveWorkerBody, server.MovedWorker),
     "/v1/unload_lora_adapter": Post("Unload a LoRA adapter.", UnloadLoraBody, "text/plain"),
 }
 GET: dict[str, tuple[Any, str]] = {
-    "/v1/models": (answers.Models, "The served models."),
-    "/v1/models/{name}": (answers.Model, "One model."),
-    "/v1/responses/{response_id}": (answers.ResponseAnswer, "A stored response, or its events."),
-    "/v1/responses/{response_id}/input_items": (answers.Listed, "The input items of a response."),
-    "/v1/videos": (answers.Listed, "The video jobs of this server."),
-    "/v1/videos/{video_id}": (answers.VideoJob, "The state of a video job."),
+    "/v1/models": (server.Models, "The served models."),
+    "/v1/models/{name}": (server.Model, "One model."),
+    "/v1/responses/{response_id}": (responses.ResponseAnswer, "A stored response, or its events."),
+    "/v1/responses/{response_id}/input_items": (responses.Listed, "The input items of a response."),
+    "/v1/videos": (responses.Listed, "The video jobs of this server."),
+    "/v1/videos/{video_id}": (media.VideoJob, "The state of a video job."),
     "/v1/videos/{video_id}/content": ("video/mp4", "The file of a video."),
-    "/v1/audio/voices": (answers.Voices, "Voices and audio formats."),
-    "/tokenizer_info": (answers.TokenizerInfo, "Special tokens and the chat template."),
-    "/health": (answers.HealthAnswer, "Whether every stage is ready."),
-    "/ping": (answers.HealthAnswer, "The same."),
-    "/version": (answers.Version, "The server's version."),
+    "/v1/audio/voices": (server.Voices, "Voices and audio formats."),
+    "/tokenizer_info": (server.TokenizerInfo, "Special tokens and the chat template."),
+    "/health": (server.HealthAnswer, "Whether every stage is ready."),
+    "/ping": (server.HealthAnswer, "The same."),
+    "/version": (server.Version, "The server's version."),
     "/metrics": ("text/plain", "Prometheus metrics."),
     "/openapi.json": ("application/json", "This document."),
     "/": ("text/html", "A page to try the model from."),
@@ -187,7 +187,7 @@ def add_openapi(app: FastAPI) -> None:
 
 def _document() -> dict[str, Any]:
     kinds = [kind for post in POST.values() for kind in (post.body, post.answer, post.event)]
-    kinds += [kind for kind, _ in GET.values()] + [answers.Deleted, ErrorAnswer, AnthropicErrorAnswer]
+    kinds += [kind for kind, _ in GET.values()] + [responses.Deleted, ErrorAnswer, AnthropicErrorAnswer]
     named = [kind for kind in dict.fromkeys(kinds) if isinstance(kind, type)]
     _, components = msgspec.json.schema_components(named, ref_template="#/components/schemas/{name}")
     # with_one_name: OpenAI calls the images `image` in a form and `images` in JSON
@@ -199,7 +199,7 @@ def _document() -> dict[str, Any]:
     for path, entry in POST.items():
         paths.setdefault(path, {})["post"] = _post(path, entry)
     for path, about in _DELETE.items():
-        paths[path]["delete"] = _operation(path, about, _content(answers.Deleted))
+        paths[path]["delete"] = _operation(path, about, _content(responses.Deleted))
     for path, about in _WEBSOCKETS.items():
         handshake = _operation(path, about, {})
         handshake["responses"]["101"] = {"description": "The websocket is open."}
