@@ -18,7 +18,7 @@ import msgspec
 
 from segue.graph.deployment.deployment import Plan
 from segue.graph.kinds.registry import kind_of
-from segue.graph.parts import OUTPUT, is_input, number_of, only_reads, own_name, stage_of, visit_name
+from segue.graph.parts import OUTPUT, is_input, number_of, only_reads, own_name, stage_of
 from segue.messages.deltas import Delta, Finished
 from segue.messages.errors import (
     Cancelled,
@@ -35,27 +35,20 @@ from segue.messages.process import ModelSource
 from segue.messages.request import Piece, Request
 from segue.messages.sampling import SamplingParams, merged
 from segue.messages.wire import (
-    Append,
-    Begin,
-    Close,
     Drop,
     Emission,
     Failed,
     Forgo,
     InputDone,
     InputLost,
-    Moved,
-    Peer,
     Progress,
-    Resend,
-    Return,
     StageDone,
     Stats,
-    Throttle,
     ToOrchestrator,
 )
 from segue.orchestrator.client_queue import ClientQueue
 from segue.orchestrator.request_state import RequestState, stages_to_rerun
+from segue.orchestrator.stage_messages import Addressed, appended, begins, closed, resent, returned, throttled
 from segue.orchestrator.workers.replicas import Replica
 from segue.orchestrator.workers.router import Router, has_media
 from segue.orchestrator.workers.supervisor import OnProgress, Supervisor
@@ -193,12 +186,8 @@ class Orchestrator:
         state.appended.append(piece)
         # a new attempt gets all pieces after its `Begin`
         if state.input not in state.waiting and state.stages[state.input].worker in self.replicas.alive():
-            self._send_piece(state, piece)
+            self._send(appended(state, piece))
         return True
-
-    def _send_piece(self, state: RequestState, piece: Piece | None) -> None:
-        stage_state = state.stages[state.input]
-        self.supervisor.send(stage_state.address, Append(state.id, state.input, stage_state.attempt, piece))
 
     async def room(self) -> None:
         """Return when there are fewer requests than `limits.max_waiting`, or when no more are admitted."""
@@ -267,16 +256,16 @@ class Orchestrator:
         state.waiting |= {state.node(visit) for visit in new if state.node(visit) != state.held or visit == state.held}
         for source, target in state.decide():
             if source not in state.waiting:
-                self.supervisor.send(state.stages[source].address, Forgo(state.id, source, target))
+                self._send((state.stages[source].address, Forgo(state.id, source, target)))
         if state.held is not None and state.held not in state.waiting and state.held in state.stages:
             for visit in new:
                 if stage_of(visit) == state.held and visit != state.held:
-                    self._send_return(state, number_of(visit), state.waiting)
+                    self._send(returned(state, number_of(visit), state.waiting))
                     for up in map(state.node, course.begun[visit]):
                         if up not in state.waiting:
-                            self._send_resend(state, up, state.held)
+                            self._send(resent(state, up, state.held))
             if open_before and course.closed and not state.stages[state.held].done:
-                self._send_close(state)
+                self._send(closed(state))
         if state.waiting:
             self._launch(state, set())
         if state.complete():
@@ -314,7 +303,7 @@ class Orchestrator:
                 replica.reading[state.id] = has_media(state)
         for replica in chosen.values():
             self._router.given(state, replica)
-        self._send_begins(state, begin)
+        self._send(*begins(state, begin))
 
     def _at_rest(self, state: RequestState, worker: str) -> None:
         """Record that a worker has nothing left to do for a request, if that is so."""
@@ -322,85 +311,6 @@ class Orchestrator:
             replica = self.replicas.by_worker(worker)
             if replica is not None:
                 replica.working.discard(state.id)
-
-    def _send_begins(self, state: RequestState, begin: set[str]) -> None:
-        """Send `Begin` to downstream stages first, so that chunks seldom overtake it."""
-        stripped = msgspec.structs.replace(
-            state.request, messages=[], received=[], prompt=None, prompt_token_ids=None, prompt_embeds=None
-        )
-        for name, stage_state in reversed(state.stages.items()):
-            if name not in begin:
-                continue
-            stage = state.walk[stage_of(name)]
-            downstreams, served = self._downstreams(state, name, begin)
-            first = state.course.begun[name]
-            message = Begin(
-                request=state.request if name == state.input else stripped,
-                stage=name,
-                attempt=stage_state.attempt,
-                upstreams=[self._peer(state, state.node(up)) for up in first],
-                downstreams=downstreams,
-                to_client=sorted(stage.to_client),
-                encoded=sorted(stage.encoded),
-                resume=state.resume(name),
-                turns=state.turns.get(name, []),
-                holds=name == state.held,
-                served=served,
-                facts=bool(stage.on),
-            )
-            self.supervisor.send(stage_state.address, message)
-            if name == state.held:
-                for number in range(1, state.course.last + 1):
-                    self._send_return(state, number, begin)
-                if state.course.closed:
-                    self._send_close(state)
-            for piece in state.appended if name == state.input else ():
-                self._send_piece(state, piece)
-            if state.queue.behind and (stage.to_client or stage.encoded):
-                self._send_throttle(state, name)
-            for down in dict.fromkeys(stage_state.downstreams):
-                if down not in begin and not state.stages[down].done and state.stages[down].address:
-                    self.supervisor.send(state.stages[down].address, Moved(state.id, self._peer(state, name), down))
-        for name in begin:
-            for up in dict.fromkeys(state.stages[name].upstreams):
-                if up not in begin:
-                    self._send_resend(state, up, name)
-
-    def _downstreams(self, state: RequestState, visit: str, begin: set[str]) -> tuple[list[Peer], list[str]]:
-        """Return the receivers of a visit's output, and the names of those that want nothing of it. One that may yet
-        want it, or has no worker now, has an empty one. `begin`: stages that start with it."""
-        peers: list[Peer] = []
-        served: list[str] = []
-        for target in state.course.targets(visit):
-            down = state.node(target)
-            if not state.course.decided(visit, target):
-                peers.append(Peer(down, "", "", 0))
-            elif visit not in state.course.begun.get(target, ()):
-                served.append(down)
-            elif down in state.waiting or (down in begin and not state.stages[down].worker):
-                peers.append(Peer(down, "", "", 0))
-            elif state.stages[down].done and down not in begin:
-                served.append(down)
-            else:
-                peers.append(self._peer(state, down))
-        return peers, served
-
-    def _send_return(self, state: RequestState, number: int, begin: set[str]) -> None:
-        """Tell the stage that holds about another visit of it. `begin`: stages that start with it."""
-        assert state.held is not None
-        visit, here = visit_name(state.held, number), state.stages[state.held]
-        upstreams = [self._peer(state, state.node(up)) for up in state.course.begun[visit]]
-        message = Return(state.id, state.held, here.attempt, upstreams, self._downstreams(state, visit, begin)[0])
-        self.supervisor.send(here.address, message)
-
-    def _send_close(self, state: RequestState) -> None:
-        assert state.held is not None
-        here = state.stages[state.held]
-        self.supervisor.send(here.address, Close(state.id, state.held, here.attempt))
-
-    def _send_resend(self, state: RequestState, source: str, target: str) -> None:
-        message = Resend(state.id, source, self._peer(state, target))
-        self.supervisor.send(state.stages[source].address, message)
 
     def _throttle(self, state: RequestState) -> None:
         """Pause the stages that answer the client while it is behind; let them go on when it has caught up."""
@@ -411,16 +321,11 @@ class Orchestrator:
             # A new attempt is informed after its `Begin`. A stage whose output is encoded waits as well, before it uses
             # up the edge's budget, which other requests share.
             if (stage.to_client or stage.encoded) and name not in state.waiting and not stage_state.done:
-                self._send_throttle(state, name)
+                self._send(throttled(state, name))
 
-    def _send_throttle(self, state: RequestState, stage: str) -> None:
-        stage_state = state.stages[stage]
-        self.supervisor.send(stage_state.address, Throttle(state.id, stage, stage_state.attempt, state.queue.behind))
-
-    @staticmethod
-    def _peer(state: RequestState, stage: str) -> Peer:
-        stage_state = state.stages[stage]
-        return Peer(stage, stage_state.worker, stage_state.address, stage_state.attempt)
+    def _send(self, *messages: Addressed) -> None:
+        for address, message in messages:
+            self.supervisor.send(address, message)
 
     def _end(self, state: RequestState, error: SegueError | None) -> None:
         """End a request: notify its consumer and free what every stage holds for it."""
@@ -435,7 +340,7 @@ class Orchestrator:
             replica.requests.discard(state.id)
             replica.working.discard(state.id)
             if replica.worker in workers and replica.alive:
-                self.supervisor.send(replica.address, Drop(state.id))
+                self._send((replica.address, Drop(state.id)))
         state.queue.put(error if error is not None else state.finished())
         self._note_idle()
         self.supervisor.moves.request_left()
