@@ -24,7 +24,6 @@ FORMATS = {
     "image": Format(name="webp", quality=80),
     "video": Format(name="mp4", poster=True),
 }
-FRAGMENTED = {"video": Format(name="mp4", fragmented=True)}
 RAMP = np.arange(20, dtype=np.uint8)[:, None, None, None] * np.ones((20, 16, 24, 3), np.uint8) * 9
 UNITS: dict[str, tuple[np.ndarray, dict[str, Any]]] = {
     "audio": (np.sin(np.arange(6000) / 20).astype(np.float32), {"sample_rate": 24000}),
@@ -120,19 +119,22 @@ def test_videos_and_their_posters() -> None:
     assert deltas["video"].facts == {"height": 16, "width": 24, "fps": 8.0, "frames": 20}
 
 
+@pytest.mark.parametrize("in_base64", [False, True])
 @given(cuts=st.lists(st.integers(0, 20), max_size=3), again=st.integers(0, 20))
-def test_fragments_are_sent_frame_by_frame(cuts: list[int], again: int) -> None:
-    """Each frame can be shown when its bytes are there, and no byte depends on the parts, nor on a second attempt."""
+def test_fragments_are_sent_frame_by_frame(in_base64: bool, cuts: list[int], again: int) -> None:
+    """Each frame can be shown when its bytes are there, and no byte depends on the parts, nor on a second attempt. In
+    base64, each piece decodes by itself."""
+    formats = {"video": Format(name="mp4", fragmented=True, base64=in_base64)}
     spans = list(itertools.pairwise([0, *sorted(cuts), 20]))
     spans += [(0, again)] if again else []
-    deltas = made([("video", *span) for span in spans], FRAGMENTED)
-    one_by_one = made([("video", frame, frame + 1) for frame in range(20)], FRAGMENTED)
+    deltas = made([("video", *span) for span in spans], formats)
+    one_by_one = made([("video", frame, frame + 1) for frame in range(20)], formats)
     assert contents(deltas) == contents(one_by_one)
     assert [delta.facts["frames"] for delta in one_by_one] == [*range(1, 21), 20]
     assert (one_by_one[-1].data, one_by_one[-1].last) == (b"", True)
-    file = contents(one_by_one)["video"]
-    for frames, end in ((1, one_by_one[0].end), (7, one_by_one[6].end), (20, len(file))):
-        with av.open(io.BytesIO(file[:end])) as container:
+    pieces = [base64.b64decode(one.data, validate=True) if in_base64 else one.data for one in one_by_one]
+    for frames in (1, 7, 20):
+        with av.open(io.BytesIO(b"".join(pieces[:frames]))) as container:
             shown = [frame.to_ndarray(format="rgb24").mean() for frame in container.decode(video=0)]
             assert container.streams.video[0].average_rate == 8
         np.testing.assert_allclose(shown, RAMP[:frames].mean((1, 2, 3)), atol=3)

@@ -87,8 +87,9 @@ class _Video:
 class _Fragmented:
     """A video file that is sent while it is made."""
 
-    def __init__(self, fps: float, height: int, width: int) -> None:
-        self._fragments = VideoFragments(fps=fps)
+    def __init__(self, fps: float, height: int, width: int, multiple: int) -> None:
+        """`multiple`: as for `VideoFragments`."""
+        self._fragments = VideoFragments(fps=fps, multiple=multiple)
         self.facts: Facts = {"height": height, "width": width, "fps": fps, "frames": 0}
 
     def add(self, frames: np.ndarray[Any, Any]) -> bytes:
@@ -175,14 +176,17 @@ class FileSet:
 
     def _frames(self, key: Key, frames: np.ndarray[Any, Any], fps: float) -> list[EncodedDelta]:
         height, width = frames.shape[1:3]
+        form = self.formats["video"]
         made = []
         if key not in self._videos:
-            if self.formats["video"].poster:
+            if form.poster:
                 facts: Facts = {"height": height, "width": width}
                 poster = (key[0], POSTER, key[2])
                 made.append(self._delta(poster, encode_thumbnail(frames[0]), facts, last=True))
-            kind = _Fragmented if self.formats["video"].fragmented else _Video
-            self._videos[key] = kind(fps, height, width)
+            if form.fragmented:  # of whole pieces of base64, which hold back no byte of a frame
+                self._videos[key] = _Fragmented(fps, height, width, BASE64_BYTES if form.base64 else 1)
+            else:
+                self._videos[key] = _Video(fps, height, width)
         video = self._videos[key]
         if data := video.add(frames):
             made.append(self._delta(key, data, video.facts))

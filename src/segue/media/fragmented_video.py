@@ -27,7 +27,9 @@ _BOX = 8
 class VideoFragments:
     """Encodes one video. The bytes do not depend on how the frames are split. Raises as `VideoMuxer`."""
 
-    def __init__(self, *, fps: float) -> None:
+    def __init__(self, *, fps: float, multiple: int = 1) -> None:
+        """`multiple`: the size of each fragment is one of this; a box without content fills it up."""
+        self._multiple = multiple
         self._fps = Fraction(fps).limit_denominator(1001)
         self._container: OutputContainer = av.open(io.BytesIO(), "w", format="mp4")
         """Only for its encoder."""
@@ -61,7 +63,13 @@ class VideoFragments:
             packet.stream = container.add_stream_from_template(stream)
             container.mux_one(packet)
         data = file.getvalue()
-        return data if self._frames == 1 else data[_head(data) :]
+        data = data if self._frames == 1 else data[_head(data) :]
+        return data if len(data) % self._multiple == 0 else data + _free(-(len(data) + _BOX) % self._multiple)
+
+
+def _free(content: int) -> bytes:
+    """A box that readers skip."""
+    return (_BOX + content).to_bytes(4) + b"free" + bytes(content)
 
 
 def _head(data: bytes) -> int:

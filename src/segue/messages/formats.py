@@ -48,7 +48,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
     quality: int = 100
     """WebP and JPEG: 0 to 100."""
     base64: bool = False
-    """The bytes are the base64 text of the file, in pieces that each decode by themselves; not of a video."""
+    """The bytes are the base64 text of the file, in pieces that each decode by themselves."""
     poster: bool = False
     """Video: its first frame, as a WebP file, precedes it (kind `poster`)."""
     fragmented: bool = False
@@ -79,8 +79,6 @@ def check_formats(formats: Mapping[str, Format], modalities: Collection[str]) ->
             raise wrong(f"{field}.rate", form.rate, f"from {_RATES[0]} to {_RATES[1]} samples per second")
         if not 0 <= form.quality <= 100:
             raise wrong(f"{field}.quality", form.quality, "from 0 to 100")
-        if form.base64 and modality == "video":
-            raise wrong(f"{field}.base64", form.base64, "true only of an image or of audio")
         if form.part < 0:
             raise wrong(f"{field}.part", form.part, "at least 0")
 

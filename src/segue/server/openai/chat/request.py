@@ -240,7 +240,7 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
     formats = {
         "audio": Format(name=audio_format, whole=not body.stream, base64=True),  # whole, it states its length
         "image": Format(name="png", base64=True),
-        "video": Format(name="mp4", fragmented=True),
+        "video": Format(name="mp4", fragmented=True, base64=True),
     }
     requests = [
         Request(

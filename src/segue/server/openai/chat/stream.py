@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -53,8 +52,8 @@ class _StreamedChoice:
             entries.append(self._entry({"images": [image_object(delta)]}))
         elif isinstance(delta, EncodedDelta) and delta.kind == "video":
             if delta.data:
-                data = base64.b64encode(delta.data).decode()
-                entries.append(self._entry({"video": {"data": data, "format": "mp4", **delta.facts}}))
+                video = {"data": delta.data.decode(), "format": "mp4", **delta.facts}
+                entries.append(self._entry({"video": video}))
         elif isinstance(delta, EncodedDelta):
             self._audible = True
             if delta.data:
