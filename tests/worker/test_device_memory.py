@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from segue.graph.kinds.autoregressive import AutoregressivePlan
-from segue.worker.device import on_device
+from segue.worker.process.device import on_device
 
 
 def planned(share: float, size: int) -> AutoregressivePlan:

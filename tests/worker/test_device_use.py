@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from segue.messages.errors import ConfigError
-from segue.worker.device import work_on
+from segue.worker.process.device import work_on
 
 
 @dataclass

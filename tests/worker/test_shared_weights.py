@@ -16,7 +16,7 @@ from torch import nn
 
 from segue.kernels.cpu_kernels import cpu_kernels
 from segue.kernels.linear.linear import PackedLinear
-from segue.worker.shared_weights import LEAST_BYTES, one_at_a_time, share
+from segue.worker.process.shared_weights import LEAST_BYTES, one_at_a_time, share
 
 WIDE = 256
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from segue.connectors.base import Arrived, Coming, Fetched, Gone
 from segue.connectors.payload import PayloadError
 from segue.messages.wire import Chunk, Peer
-from segue.worker.arrivals import Arrivals
+from segue.worker.edges.arrivals import Arrivals
 
 EDGE = ("a", "b")
 SOURCE = Peer("a", "a.0-1", "ipc://a", 1)

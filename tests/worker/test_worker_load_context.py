@@ -10,7 +10,7 @@ import pytest
 from segue.graph.kinds.diffusion import DiffusionPlan
 from segue.messages.errors import ConfigError
 from segue.messages.process import WorkerSpec
-from segue.worker.ranks import load_context
+from segue.worker.process.ranks import load_context
 
 
 def spec(directory: Path) -> WorkerSpec:

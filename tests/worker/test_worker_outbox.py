@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from segue.connectors.base import Arrived
 from segue.messages.wire import Chunk, Peer
-from segue.worker.outbox import Channel, Outbox
-from segue.worker.retained import RetainedStore
+from segue.worker.edges.outbox import Channel, Outbox
+from segue.worker.edges.retained import RetainedStore
 
 SOURCE = Peer("a", "a.0-1", "ipc://a", 1)
 TARGET = Peer("b", "b.0-1", "ipc://b", 1)

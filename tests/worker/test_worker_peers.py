@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from segue.worker.peers import Peers
+from segue.worker.edges.peers import Peers
 
 
 def test_waking_ends_a_wait_and_brings_no_message(tmp_path: Path) -> None:

@@ -449,7 +449,7 @@ def _tiny(arguments: argparse.Namespace) -> int:
     preset = tiny_preset(arguments.family)
     if arguments.size not in preset.sizes:
         raise ConfigError(f"{arguments.family} has no size {arguments.size!r}{nearest(arguments.size, preset.sizes)}")
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # see segue.worker.life
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # see segue.worker.process.life
     try:
         with filled(arguments.directory) as directory:
             preset.make(directory, arguments.size, arguments.seed)

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from segue.messages.process import WorkerSpec
 from segue.observe.logging import configure_logging
 from segue.observe.stderr import say
-from segue.worker.forkserver import serve
+from segue.worker.process.forkserver import serve
 
 
 def _run(spec: WorkerSpec, weights: Mapping[str, int]) -> None:
-    from segue.worker.life import run  # after the preload: it imports torch
+    from segue.worker.process.life import run  # after the preload: it imports torch
 
     run(spec, weights)
 
@@ -37,7 +37,7 @@ if __name__ == "__main__":
             configure_logging(log_level, as_json=log_format == "json")
 
     # `segue.kernels` before the family's modules, which may import transformers first (`torchvision_shim`)
-    modules = ["torch", "segue.kernels", *preload, "segue.worker.life"]
+    modules = ["torch", "segue.kernels", *preload, "segue.worker.process.life"]
     serve(socket.socket(fileno=int(fd)), runtime_dir, modules, configure, _run, _no_kernels)
     say("")
     os._exit(0)  # tearing down torch's modules takes a second, and everything that matters is closed

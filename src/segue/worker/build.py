@@ -31,13 +31,13 @@ from segue.messages.wire import Loading, StageFacts
 from segue.models.family import Family
 from segue.models.registry import families
 from segue.worker.bridge import Bridge
-from segue.worker.device import on_device, work_on
+from segue.worker.edges.outbox import CHUNK_BYTES, Channel
+from segue.worker.edges.retained import RetainedStore
 from segue.worker.file_maker import FileMaker
 from segue.worker.kinds.kind import Host, check_contract, worker_kind
-from segue.worker.outbox import CHUNK_BYTES, Channel
-from segue.worker.ranks import Followers, load_context, threads_of
-from segue.worker.retained import RetainedStore
-from segue.worker.shared_weights import modules, one_at_a_time, share
+from segue.worker.process.device import on_device, work_on
+from segue.worker.process.ranks import Followers, load_context, threads_of
+from segue.worker.process.shared_weights import modules, one_at_a_time, share
 from segue.worker.stage import StageRunner
 
 

@@ -45,12 +45,12 @@ from segue.messages.wire import (
     decode_for_worker,
     encode,
 )
-from segue.worker.arrivals import Arrivals
 from segue.worker.build import Built
 from segue.worker.deltas import file_parts
+from segue.worker.edges.arrivals import Arrivals
+from segue.worker.edges.outbox import Outbox
+from segue.worker.edges.peers import Peers
 from segue.worker.meter import Meter
-from segue.worker.outbox import Outbox
-from segue.worker.peers import Peers
 from segue.worker.stage import StageRunner, Unused, Visit, as_stage_error, end_of, engine_id, facts_of, load_adapter
 
 REMEMBER_DROPPED = 4096

@@ -1,7 +1,7 @@
 """The process that compiles a worker's grammars: forked at the worker's start, it sleeps until the first grammar.
 
-If it is killed, `python -m segue.worker.compilers CONTROL_FD WORKER_PID NAME` replaces it: by then the worker has
-threads and a device, and must not fork.
+If it is killed, `python -m segue.worker.process.compilers CONTROL_FD WORKER_PID NAME` replaces it: by then the worker
+has threads and a device, and must not fork.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from segue.engines.autoregressive.grammar.process import CompilerHome, Home, kee
 from segue.graph.deployment.deployment import Limits
 from segue.graph.kinds.registry import kind_of
 from segue.messages.process import WorkerSpec
-from segue.worker.processes import end_with, live
+from segue.worker.process.processes import end_with, live
 
 
 def fork_home(spec: WorkerSpec) -> CompilerHome | None:

@@ -18,7 +18,7 @@ from segue.connectors import payload as codec
 from segue.connectors.base import Connector, Payload
 from segue.graph.parts import stage_of
 from segue.messages.wire import Chunk, Peer
-from segue.worker.retained import Key, RetainedStore
+from segue.worker.edges.retained import Key, RetainedStore
 
 CHUNK_BYTES = 1024
 """What a chunk costs beside its payload, in objects at either end; a chunk may be one row of codes."""

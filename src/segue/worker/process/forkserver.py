@@ -34,7 +34,7 @@ from segue.messages.process import (
     encode,
     to_fork_server,
 )
-from segue.worker.processes import adopt_orphans, end_children, live, name_process
+from segue.worker.process.processes import adopt_orphans, end_children, live, name_process
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     name_process("segue-forks")
-    adopt_orphans()  # the followers of a worker that was killed (`segue.worker.ranks`)
+    adopt_orphans()  # the followers of a worker that was killed (`segue.worker.process.ranks`)
     try:
         gc.disable()  # imports leave no garbage, but make the collector walk all modules repeatedly (0.5 s)
         try:
@@ -85,7 +85,7 @@ class _Server:
         self.run = run
         self.children: dict[int, str] = {}
         self.weights: dict[str, int] = {}
-        """Stage → the memfd of the weights that its workers share (`segue.worker.shared_weights`)."""
+        """Stage → the memfd of the weights that its workers share (`segue.worker.process.shared_weights`)."""
 
     def loop(self) -> None:
         wake_read, wake_write = socket.socketpair()

@@ -12,10 +12,10 @@ from segue.messages.process import WorkerSpec
 from segue.messages.wire import StartFailed, encode
 from segue.observe.logging import configure_logging, configured
 from segue.worker.build import build
-from segue.worker.compilers import fork_home
+from segue.worker.edges.peers import Peers
 from segue.worker.kinds.kind import Host
-from segue.worker.peers import Peers
-from segue.worker.ranks import fork_ranks
+from segue.worker.process.compilers import fork_home
+from segue.worker.process.ranks import fork_ranks
 from segue.worker.worker import Worker
 
 log = logging.getLogger(__name__)

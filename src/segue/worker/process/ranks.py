@@ -28,9 +28,9 @@ from segue.messages.process import WorkerSpec
 from segue.models.registry import families
 from segue.parallel.ranks import ALONE, Ranks
 from segue.parallel.wire import dtype_of
-from segue.worker.device import work_on
 from segue.worker.kinds.kind import Host, worker_kind
-from segue.worker.processes import live
+from segue.worker.process.device import work_on
+from segue.worker.process.processes import live
 
 log = logging.getLogger(__name__)
 
