@@ -46,9 +46,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from segue.engines.autoregressive.contract import Prompt, Then, row_identity
-from segue.messages.errors import InvalidRequest
+from segue.engines.autoregressive.schedule.bidirectional import check_bidirectional
+from segue.messages.errors import InvalidRequest, StageFailed
 from segue.messages.sampling import SamplingParams
 
 _SEED_STEP = 0x9E3779B97F4A7C15
@@ -193,3 +195,46 @@ def check_open(stage: str, sampling: SamplingParams, then: Then) -> None:
 def _refused(stage: str, name: str, value: object, why: str) -> InvalidRequest:
     field = f"sampling.{stage}.{name}"
     return InvalidRequest(f"{field} is {value}, but a request whose input is open {why}", field=field)
+
+
+class Conditioning:
+    """Rows from upstream for generated tokens: row k belongs to token k, the tail to all tokens after the last row."""
+
+    def __init__(self) -> None:
+        self._rows: torch.Tensor | None = None
+        self.count = 0
+        self.tail: torch.Tensor | None = None
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Append [n, width] rows."""
+        if self._rows is None or self.count + len(rows) > len(self._rows):
+            grown = rows.new_empty(max(64, 2 * (self.count + len(rows))), rows.shape[1])
+            if self._rows is not None:
+                grown[: self.count] = self._rows[: self.count]
+            self._rows = grown
+        self._rows[self.count : self.count + len(rows)] = rows
+        self.count += len(rows)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """[stop - start, width]; the caller has checked that the rows have arrived."""
+        given = min(stop, self.count)
+        known = [] if self._rows is None or start >= given else [self._rows[start:given]]
+        if stop > given:
+            assert self.tail is not None, f"rows [{start}, {stop}) wanted, but only {self.count} have arrived"
+            known.append(self.tail.expand(stop - max(start, given), -1))
+        return known[0] if len(known) == 1 else torch.cat(known)
+
+
+def check_prompt(prompt: Prompt, axes: int, stage: str) -> None:
+    """Reject a stage model's malformed prompt before it spoils a batch."""
+    length = len(prompt.token_ids)
+    if prompt.embeds is not None and prompt.embeds.shape[0] != length:
+        raise StageFailed(f"prompt of {length} tokens with embeds {tuple(prompt.embeds.shape)}", stage=stage)
+    if prompt.positions is not None and tuple(prompt.positions.shape) != (axes, length):
+        raise StageFailed(
+            f"prompt of {length} tokens with positions {tuple(prompt.positions.shape)}, not {(axes, length)}",
+            stage=stage,
+        )
+    check_bidirectional(prompt.bidirectional, length, stage)
+    if prompt.identity and len(prompt.identity) != length:
+        raise StageFailed(f"prompt of {length} tokens with {len(prompt.identity)} identities", stage=stage)

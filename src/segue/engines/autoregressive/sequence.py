@@ -9,20 +9,19 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
 from segue.engines.autoregressive.cache.blocks import block_hash, chain_root
 from segue.engines.autoregressive.contract import AutoregressiveModel, EndsByRow, Fed, Prompt, Then
 from segue.engines.autoregressive.grammar.after_thoughts import AfterThoughts
 from segue.engines.autoregressive.grammar.grammar import Compilation, Form
-from segue.engines.autoregressive.hold import Pieces, check_open, turn_seed
+from segue.engines.autoregressive.hold import Conditioning, Pieces, check_open, check_prompt, turn_seed
 from segue.engines.autoregressive.output import TokenOutput
-from segue.engines.autoregressive.sample.detokenize import Detokenizer, StopStrings
+from segue.engines.autoregressive.sample.detokenize import TextOutput
 from segue.engines.autoregressive.sample.logprobs import output_wanted, prompt_wanted
 from segue.engines.autoregressive.sample.penalties import bad_words
 from segue.engines.autoregressive.sample.sampler import RowSampler
 from segue.engines.autoregressive.sample.thinking import Thinking, marks_of
-from segue.engines.autoregressive.schedule.bidirectional import around, check_bidirectional
+from segue.engines.autoregressive.schedule.bidirectional import around
 from segue.engines.autoregressive.schedule.jobs import Job
 from segue.engines.autoregressive.schedule.policies import Rank
 from segue.engines.contract import StageRequest
@@ -37,69 +36,6 @@ class Branching:
     def foreseeable(self) -> bool:
         """Whether its sequences continue unchanged, whatever tokens a step gives them."""
         return False
-
-
-class Conditioning:
-    """Rows from upstream for generated tokens: row k belongs to token k, the tail to all tokens after the last row."""
-
-    def __init__(self) -> None:
-        self._rows: torch.Tensor | None = None
-        self.count = 0
-        self.tail: torch.Tensor | None = None
-
-    def add(self, rows: torch.Tensor) -> None:
-        """Append [n, width] rows."""
-        if self._rows is None or self.count + len(rows) > len(self._rows):
-            grown = rows.new_empty(max(64, 2 * (self.count + len(rows))), rows.shape[1])
-            if self._rows is not None:
-                grown[: self.count] = self._rows[: self.count]
-            self._rows = grown
-        self._rows[self.count : self.count + len(rows)] = rows
-        self.count += len(rows)
-
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        """[stop - start, width]; the caller has checked that the rows have arrived."""
-        given = min(stop, self.count)
-        known = [] if self._rows is None or start >= given else [self._rows[start:given]]
-        if stop > given:
-            assert self.tail is not None, f"rows [{start}, {stop}) wanted, but only {self.count} have arrived"
-            known.append(self.tail.expand(stop - max(start, given), -1))
-        return known[0] if len(known) == 1 else torch.cat(known)
-
-
-class TextOutput:
-    """Detokenises and searches for stop strings. Raises `InvalidRequest` for stages without text."""
-
-    def __init__(self, model: AutoregressiveModel, request: StageRequest) -> None:
-        sampling = request.sampling
-        skip = sampling.skip_special_tokens is not False
-        self._wanted = "text" in request.to_client
-        try:
-            model.decode_text([], skip_special_tokens=True)
-        except StageFailed as error:
-            field = f"sampling.{request.stage}.stop"
-            raise InvalidRequest(f"{field} is set, but stage {request.stage!r} makes no text", field=field) from error
-        self._include = bool(sampling.include_stop_str_in_output)
-        self._detokenizer = Detokenizer(lambda ids: model.decode_text(ids, skip_special_tokens=skip))
-        self._stops = StopStrings(sampling.stop or (), include=self._include)
-
-    def push(self, token: int, *, ends: bool, may_stop: bool) -> tuple[str, bool]:
-        """Returns (new text, whether a stop string was found). `ends`: the token ends the output and shows no text."""
-        if ends and not self._include:
-            return "", False
-        text, found = self._stops.push(self._detokenizer.push(token), may_stop=may_stop)
-        return (text if self._wanted else ""), found
-
-    @property
-    def found(self) -> str | None:
-        """The stop string that was found."""
-        return self._stops.found
-
-    def flush(self, *, may_stop: bool) -> str:
-        """Return the text held back; the output has ended without a stop string."""
-        text, found = self._stops.push(self._detokenizer.flush(), may_stop=may_stop)
-        text += "" if found else self._stops.flush()
-        return text if self._wanted else ""
 
 
 class Sequence:
@@ -371,7 +307,7 @@ class Sequence:
                 f"{self._longest} this deployment can hold for a request at stage {stage!r}",
                 field="append" if start else "messages",
             )
-        _check_prompt(prompt, self.model.axes, stage)
+        check_prompt(prompt, self.model.axes, stage)
         self.input.add(prompt, start)
         self.ids += prompt.token_ids
         self.prompt_length = length
@@ -537,18 +473,3 @@ class Sequence:
     def positions(self, start: int, stop: int) -> np.ndarray:
         """[axes, stop - start] int64."""
         return self.input.positions(start, stop)
-
-
-def _check_prompt(prompt: Prompt, axes: int, stage: str) -> None:
-    """Reject a stage model's malformed prompt before it spoils a batch."""
-    length = len(prompt.token_ids)
-    if prompt.embeds is not None and prompt.embeds.shape[0] != length:
-        raise StageFailed(f"prompt of {length} tokens with embeds {tuple(prompt.embeds.shape)}", stage=stage)
-    if prompt.positions is not None and tuple(prompt.positions.shape) != (axes, length):
-        raise StageFailed(
-            f"prompt of {length} tokens with positions {tuple(prompt.positions.shape)}, not {(axes, length)}",
-            stage=stage,
-        )
-    check_bidirectional(prompt.bidirectional, length, stage)
-    if prompt.identity and len(prompt.identity) != length:
-        raise StageFailed(f"prompt of {length} tokens with {len(prompt.identity)} identities", stage=stage)

@@ -19,10 +19,11 @@ import torch
 from segue.engines.autoregressive.branches.beam_search import BeamLogprobs, BeamSearch, End, Step
 from segue.engines.autoregressive.grammar.grammar import Form, GrammarRows, apply_grammars
 from segue.engines.autoregressive.output import TokenOutput
+from segue.engines.autoregressive.sample.detokenize import TextOutput
 from segue.engines.autoregressive.sample.penalties import apply_rules
 from segue.engines.autoregressive.schedule.bidirectional import longest_of
 from segue.engines.autoregressive.schedule.jobs import Limits
-from segue.engines.autoregressive.sequence import Branching, Sequence, TextOutput
+from segue.engines.autoregressive.sequence import Branching, Sequence
 from segue.engines.autoregressive.step.active import ActiveSequences
 from segue.messages.errors import InvalidRequest, StageFailed, TooLong
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from segue.engines.autoregressive.contract import AutoregressiveModel
+from segue.engines.contract import StageRequest
+from segue.messages.errors import InvalidRequest, StageFailed
+
 Decode = Callable[[Sequence[int]], str]
 
 UNFINISHED = "\ufffd"
@@ -82,3 +86,38 @@ class StopStrings:
             if any(stop.startswith(text[-length:]) for stop in self._stops):
                 return length
         return 0
+
+
+class TextOutput:
+    """Detokenises and searches for stop strings. Raises `InvalidRequest` for stages without text."""
+
+    def __init__(self, model: AutoregressiveModel, request: StageRequest) -> None:
+        sampling = request.sampling
+        skip = sampling.skip_special_tokens is not False
+        self._wanted = "text" in request.to_client
+        try:
+            model.decode_text([], skip_special_tokens=True)
+        except StageFailed as error:
+            field = f"sampling.{request.stage}.stop"
+            raise InvalidRequest(f"{field} is set, but stage {request.stage!r} makes no text", field=field) from error
+        self._include = bool(sampling.include_stop_str_in_output)
+        self._detokenizer = Detokenizer(lambda ids: model.decode_text(ids, skip_special_tokens=skip))
+        self._stops = StopStrings(sampling.stop or (), include=self._include)
+
+    def push(self, token: int, *, ends: bool, may_stop: bool) -> tuple[str, bool]:
+        """Returns (new text, whether a stop string was found). `ends`: the token ends the output and shows no text."""
+        if ends and not self._include:
+            return "", False
+        text, found = self._stops.push(self._detokenizer.push(token), may_stop=may_stop)
+        return (text if self._wanted else ""), found
+
+    @property
+    def found(self) -> str | None:
+        """The stop string that was found."""
+        return self._stops.found
+
+    def flush(self, *, may_stop: bool) -> str:
+        """Return the text held back; the output has ended without a stop string."""
+        text, found = self._stops.push(self._detokenizer.flush(), may_stop=may_stop)
+        text += "" if found else self._stops.flush()
+        return text if self._wanted else ""

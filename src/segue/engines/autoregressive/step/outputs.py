@@ -10,9 +10,10 @@ import torch
 
 from segue.engines.autoregressive.contract import Then
 from segue.engines.autoregressive.output import CapturedRows, TokenOutput
+from segue.engines.autoregressive.sample.detokenize import TextOutput
 from segue.engines.autoregressive.sample.draw import StepResult
 from segue.engines.autoregressive.schedule.jobs import Run
-from segue.engines.autoregressive.sequence import Sequence, TextOutput
+from segue.engines.autoregressive.sequence import Sequence
 from segue.kernels.kv.store import KVStore
 from segue.kernels.staging import upload
 from segue.messages.errors import InvalidRequest, StageFailed
