@@ -6,7 +6,7 @@ Inputs (from `CsmForConditionalGeneration`): text tokens by their own embedding;
 recording, as the sum of its codes' embeddings; the token after a recording as the row of `codebook_eos_token_id`.
 
 An utterance ends with a row whose codes are all `codebook_eos_token_id`. As in `generate`, the last code is not looked
-at: if it is another, the row ends the utterance, too, and is spoken (`segue.models.speech.csm.stages.code_rows`).
+at: if it is another, the row ends the utterance, too, and is spoken (`rows_without_end`).
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ entry.
 **encoder → backbone** (`whole`): one chunk per recording:
 `{"media": [{"index": int, "codes": LongTensor [frames, K]}]}`.
 
-**backbone → vocoder** (`code_rows`): `{"codes": LongTensor [k, K], "start": int}`: k new rows of codes; the first has
-index `start` in the request. The row that ends the utterance is not sent if all its codes are the end's. Final when the
-backbone ends (k may be 0).
+**backbone → vocoder** (`rows_without_end`): `{"codes": LongTensor [k, K], "start": int}`: k new rows of codes; the
+first has index `start` in the request. The row that ends the utterance is not sent if all its codes are the end's.
+Final when the backbone ends (k may be 0).
 """
 
 from __future__ import annotations
@@ -28,37 +28,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from segue.engines.autoregressive.output import TokenOutput
-from segue.engines.contract import Payload, StageOutput, StageRequest, Transfer
+from segue.engines.contract import Transfer
+from segue.models.shared.speech.transfers import prompt_ids, recordings, rows_without_end
 from segue.models.shared.transfers import whole
 from segue.models.speech.csm.backbone import Backbone
 from segue.models.speech.csm.codec import Vocoder
 from segue.models.speech.csm.encoder import Encoder
 from segue.models.speech.csm.input import InputProcessor
-
-
-def recordings(request: StageRequest, output: StageOutput) -> Payload | None:
-    """input → encoder: the recordings."""
-    return None if output.payload is None else {"media": output.payload["media"]}
-
-
-def prompt_ids(request: StageRequest, output: StageOutput) -> Payload | None:
-    """input → backbone: the text ids."""
-    return None if output.payload is None else {"token_ids": output.payload["token_ids"]}
-
-
-def code_rows(request: StageRequest, output: TokenOutput) -> Payload | None:
-    """backbone → vocoder: the rows of codes of a step."""
-    codes = output.codes
-    # all codes but the last are known to be the end's
-    if output.finish_reason == "stop" and codes and len(set(codes[-1])) == 1:
-        codes = codes[:-1]
-    if not codes and not output.finished:
-        return None
-    return {"codes": torch.tensor(codes, dtype=torch.long), "start": output.first_index}
-
 
 STAGE_MODELS: dict[str, Callable[..., Any]] = {
     "input": InputProcessor,
@@ -70,5 +46,5 @@ TRANSFERS: dict[tuple[str, str], Transfer] = {
     ("input", "encoder"): recordings,
     ("input", "backbone"): prompt_ids,
     ("encoder", "backbone"): whole,
-    ("backbone", "vocoder"): code_rows,
+    ("backbone", "vocoder"): rows_without_end,
 }

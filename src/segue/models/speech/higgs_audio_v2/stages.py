@@ -6,9 +6,9 @@ Payloads, by edge. `T` text tokens, `K` codebooks.
 `{"token_ids": LongTensor [T]}`, and `"tokens"` (`segue.models.shared.text.prompt.client_tokens`) if the client
 requested them: the worker removes this entry.
 
-**llm → vocoder** (`code_rows`): `{"codes": LongTensor [k, K], "start": int}`: k new rows of delayed codes; the first
-has index `start` in the request. The row that ends the utterance, which has the end of the stream in all codebooks, is
-not sent. Final when the language model ends (k may be 0).
+**llm → vocoder** (`rows_without_end`): `{"codes": LongTensor [k, K], "start": int}`: k new rows of delayed codes; the
+first has index `start` in the request. The row that ends the utterance, which has the end of the stream in all
+codebooks, is not sent. Final when the language model ends (k may be 0).
 """
 
 from __future__ import annotations
@@ -16,25 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from segue.engines.autoregressive.output import TokenOutput
-from segue.engines.contract import Payload, StageRequest, Transfer
+from segue.engines.contract import Transfer
+from segue.models.shared.speech.transfers import rows_without_end
 from segue.models.shared.transfers import whole
 from segue.models.speech.higgs_audio_v2.input import InputProcessor
 from segue.models.speech.higgs_audio_v2.llm import LLM
 from segue.models.speech.higgs_audio_v2.vocoder import Vocoder
 
-
-def code_rows(request: StageRequest, output: TokenOutput) -> Payload | None:
-    """llm → vocoder: the rows of codes of a step."""
-    codes = output.codes
-    if output.finish_reason == "stop" and codes and len(set(codes[-1])) == 1:
-        codes = codes[:-1]
-    if not codes and not output.finished:
-        return None
-    return {"codes": torch.tensor(codes, dtype=torch.long), "start": output.first_index}
-
-
 STAGE_MODELS: dict[str, Callable[..., Any]] = {"input": InputProcessor, "llm": LLM, "vocoder": Vocoder}
-TRANSFERS: dict[tuple[str, str], Transfer] = {("input", "llm"): whole, ("llm", "vocoder"): code_rows}
+TRANSFERS: dict[tuple[str, str], Transfer] = {("input", "llm"): whole, ("llm", "vocoder"): rows_without_end}

@@ -30,22 +30,13 @@ from typing import Any
 import torch
 
 from segue.engines.autoregressive.output import TokenOutput
-from segue.engines.contract import Payload, StageOutput, StageRequest, Transfer
+from segue.engines.contract import Payload, StageRequest, Transfer
+from segue.models.shared.speech.transfers import prompt_ids, recordings
 from segue.models.shared.transfers import whole
 from segue.models.speech.mimo_audio.encoder import RecordingEncoder
 from segue.models.speech.mimo_audio.input import InputProcessor
 from segue.models.speech.mimo_audio.llm import LLM
 from segue.models.speech.mimo_audio.vocoder import Vocoder
-
-
-def recordings(request: StageRequest, output: StageOutput) -> Payload | None:
-    """input → encoder: the recordings."""
-    return None if output.payload is None else {"media": output.payload["media"]}
-
-
-def prompt_ids(request: StageRequest, output: StageOutput) -> Payload | None:
-    """input → llm: the text ids."""
-    return None if output.payload is None else {"token_ids": output.payload["token_ids"]}
 
 
 def patches(request: StageRequest, output: TokenOutput) -> Payload | None:
