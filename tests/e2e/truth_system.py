@@ -290,7 +290,7 @@ class System:
             await self.tick()
 
     async def admitted(self, count: int = 1) -> None:
-        """So many requests are in the orchestrator's books: the tasks that make them have run so far."""
+        """So many requests are known to the orchestrator: the tasks that make them have run so far."""
         await until(lambda: len(self.omni.orchestrator.requests) >= count)
 
     async def all_ready(self) -> None:

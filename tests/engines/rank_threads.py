@@ -125,7 +125,7 @@ class Replica:
 
 @contextmanager
 def replica(build: Callable[[Ranks], Any], size: int = 2) -> Iterator[Replica]:
-    """Ranks whose engines end up with equal books."""
+    """Ranks whose engines end up with equal states."""
     made = Replica(build, size)
     try:
         yield made
@@ -133,5 +133,5 @@ def replica(build: Callable[[Ranks], Any], size: int = 2) -> Iterator[Replica]:
         made.close()
     if made.failures:
         raise made.failures[0]
-    books = [engine.books() for engine in made.engines]
-    assert all(other == books[0] for other in books[1:]), "the ranks have diverged"
+    states = [engine.shared_state() for engine in made.engines]
+    assert all(other == states[0] for other in states[1:]), "the ranks have diverged"

@@ -64,7 +64,7 @@ def test_cancelling_reaches_every_stage(system: System, tmp_path: Path) -> None:
             await asyncio.gather(task, return_exceptions=True)
             os.close(held)
             gate.remove()
-            # a second request through the same workers, then their books must be empty
+            # a second request through the same workers, then they must hold nothing
             assert_right(await omni.generate(both("after")), "after")
             assert not omni.orchestrator.requests
             stats = await idle_stats(omni)

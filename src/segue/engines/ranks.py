@@ -23,7 +23,7 @@ from segue.parallel.wire import decode, encode
 log = logging.getLogger(__name__)
 
 COMPARED_EVERY = 64
-"""Steps from one comparison of the ranks' books to the next."""
+"""Steps from one comparison of the ranks' states to the next."""
 
 
 class Add(msgspec.Struct, tag=True, array_like=True):
@@ -76,7 +76,7 @@ class Step(msgspec.Struct, tag=True, array_like=True):
 
 
 class Compare(msgspec.Struct, tag=True, array_like=True):
-    """Compare the books with rank 0's, which follow."""
+    """Compare the state with rank 0's, which follow."""
 
 
 class LoadAdapter(msgspec.Struct, tag=True, array_like=True):
@@ -99,7 +99,7 @@ Event = Add | Feed | Cancel | Pause | Resume | GoOn | Close | Step | Compare | L
 class RankedEngine(Engine, Protocol):
     """An engine that several ranks can run."""
 
-    def books(self) -> Mapping[str, Any]:
+    def shared_state(self) -> Mapping[str, Any]:
         """What must be equal on all ranks between two steps: plain values by name."""
 
 
@@ -158,7 +158,7 @@ class Leading:
         self._steps += 1
         if self._steps % self._compared_every == 0:
             self._tell(Compare())
-            self._ranks.compare(self.inner.books())
+            self._ranks.compare(self.inner.shared_state())
         return outputs
 
     def stats(self) -> dict[str, float]:
@@ -228,7 +228,7 @@ def _apply(event: Event, engine: RankedEngine, ranks: Ranks, lora: LoraHost | No
         case Step():
             engine.step()
         case Compare():
-            ranks.compare(engine.books())
+            ranks.compare(engine.shared_state())
         case LoadAdapter(name, directory):
             assert lora is not None, "rank 0 has adapters, but this rank supports none"
             lora.load(name, directory)

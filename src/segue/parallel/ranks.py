@@ -13,7 +13,7 @@ An engine is deterministic but for three things, and rank 0's value of each is e
   of a head that is not divided depend on each rank's own sums, of which no backend promises that they are equal.
 - errors on one rank alone. Its engine is at another place then, so `ReplicaBroken` ends it, and thereby all of them.
 
-Anything else that differs is a bug. Every so often the ranks compare their books (`compare`), so that one ends the
+Anything else that differs is a bug. Every so often the ranks compare their states (`compare`), so that one ends the
 replica instead of spoiling answers; its requests go on elsewhere, as after the death of any worker.
 """
 
@@ -126,14 +126,14 @@ class Ranks:
             for tensor, part in zip(ordered, packed.split([len(part) for part in parts]), strict=True):
                 tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
-    def compare(self, books: Mapping[str, Any]) -> None:
-        """Raise `ReplicaBroken` on a rank whose books differ from rank 0's, naming the first field that does."""
-        digests = {name: hashlib.blake2b(encode(value), digest_size=8).hexdigest() for name, value in books.items()}
+    def compare(self, state: Mapping[str, Any]) -> None:
+        """Raise `ReplicaBroken` on a rank whose state differs from rank 0's, naming the first field that does."""
+        digests = {name: hashlib.blake2b(encode(value), digest_size=8).hexdigest() for name, value in state.items()}
         theirs = self.same(lambda: digests, dict[str, str])
         if self.group is not None and theirs != digests:
             name = next((name for name in theirs if theirs[name] != digests.get(name)), "fields")
             raise ReplicaBroken(
-                f"rank {self.group.rank} has diverged from rank 0: its {name} differ, here {shown(books.get(name))}"
+                f"rank {self.group.rank} has diverged from rank 0: its {name} differ, here {shown(state.get(name))}"
             )
 
     def tell(self, data: bytes) -> None:

@@ -90,8 +90,8 @@ def test_killed_when_its_upstream_had_ended(
         worker = system.stopped(stage)
         task = asyncio.create_task(system.collect(LONG_MIXED.prompt(assets)))
         await system.admitted()
-        [books] = system.omni.orchestrator.requests.values()
-        while not books.stages[upstream].done:
+        [state] = system.omni.orchestrator.requests.values()
+        while not state.stages[upstream].done:
             # a round trip through a worker that is not stopped
             await (system.refused() if stage == "thinker" else system.tick())
         if with_upstream:

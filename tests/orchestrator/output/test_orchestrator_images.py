@@ -23,12 +23,12 @@ from segue.orchestrator.request_state import RequestState
 from segue.worker import deltas
 
 
-def took(books: RequestState, *deltas: ClientDelta, attempt: int = 0) -> list[ClientDelta]:
-    return books.took(Emission("r", deltas[0].stage, attempt, deltas=list(deltas)))
+def took(state: RequestState, *deltas: ClientDelta, attempt: int = 0) -> list[ClientDelta]:
+    return state.took(Emission("r", deltas[0].stage, attempt, deltas=list(deltas)))
 
 
 @pytest.fixture
-def books() -> RequestState:
+def state() -> RequestState:
     nothing: frozenset[str] = frozenset()
     walk = {
         "input": WalkStage(nothing, frozenset({"decoder"}), nothing),
@@ -46,31 +46,31 @@ def clip(first: int, frames: int, index: int = 0) -> VideoDelta:
     return VideoDelta("decoder", data, frames, 2, 2, 8.0, index, first)
 
 
-def test_progress_goes_on_where_it_was(books: RequestState) -> None:
+def test_progress_goes_on_where_it_was(state: RequestState) -> None:
     steps = [ProgressDelta("denoiser", step, 4) for step in (1, 2, 3, 4)]
-    assert took(books, *steps[:3]) == steps[:3]
-    assert took(books, *steps, attempt=1) == steps[3:]
+    assert took(state, *steps[:3]) == steps[:3]
+    assert took(state, *steps, attempt=1) == steps[3:]
     other = ProgressDelta("denoiser", 1, 4, index=1)
-    assert took(books, other) == [other]
+    assert took(state, other) == [other]
 
 
-def test_images_in_any_order_come_once(books: RequestState) -> None:
-    assert took(books, make_image(1)) == [make_image(1)]
-    assert took(books, make_image(0), make_image(1), attempt=1) == [make_image(0)]
+def test_images_in_any_order_come_once(state: RequestState) -> None:
+    assert took(state, make_image(1)) == [make_image(1)]
+    assert took(state, make_image(0), make_image(1), attempt=1) == [make_image(0)]
 
 
-def test_no_preview_of_what_is_there_or_was_seen(books: RequestState) -> None:
-    assert took(books, make_image(0, 0), make_image(0, 1)) == [make_image(0, 0), make_image(0, 1)]
-    assert took(books, make_image(0, 0), make_image(0, 1), make_image(0, 2), attempt=1) == [make_image(0, 2)]
-    assert took(books, make_image(0)) == [make_image(0)]
-    assert took(books, make_image(0, 3)) == []
-    assert took(books, make_image(1, 0)) == [make_image(1, 0)]
+def test_no_preview_of_what_is_there_or_was_seen(state: RequestState) -> None:
+    assert took(state, make_image(0, 0), make_image(0, 1)) == [make_image(0, 0), make_image(0, 1)]
+    assert took(state, make_image(0, 0), make_image(0, 1), make_image(0, 2), attempt=1) == [make_image(0, 2)]
+    assert took(state, make_image(0)) == [make_image(0)]
+    assert took(state, make_image(0, 3)) == []
+    assert took(state, make_image(1, 0)) == [make_image(1, 0)]
 
 
-def test_frames_are_units(books: RequestState) -> None:
-    assert took(books, clip(0, 3)) == [clip(0, 3)]
-    assert took(books, clip(0, 2), clip(2, 3), attempt=1) == [clip(3, 2)]
-    assert took(books, clip(0, 3, index=1), attempt=1) == [clip(0, 3, index=1)]
+def test_frames_are_units(state: RequestState) -> None:
+    assert took(state, clip(0, 3)) == [clip(0, 3)]
+    assert took(state, clip(0, 2), clip(2, 3), attempt=1) == [clip(3, 2)]
+    assert took(state, clip(0, 3, index=1), attempt=1) == [clip(0, 3, index=1)]
 
 
 def test_collected_by_index_without_previews() -> None:

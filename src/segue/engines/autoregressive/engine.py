@@ -241,7 +241,7 @@ class AutoregressiveEngine:
         if self._speculation is not None:
             self._speculation.audit()
 
-    def books(self) -> dict[str, Any]:
+    def shared_state(self) -> dict[str, Any]:
         """The state that all ranks must have in common between two steps, by name."""
         scheduler = self._scheduler
         jobs = {sequence.job.key: sequence.job for sequence in self._active}

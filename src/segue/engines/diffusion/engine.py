@@ -247,7 +247,7 @@ class DiffusionEngine:
             "batch_limit": float(self._limit),
         }
 
-    def books(self) -> dict[str, Any]:
+    def shared_state(self) -> dict[str, Any]:
         """The state that all ranks must have in common between two steps, by name."""
         running = [running for entry in self._entries.values() for running in entry.running]
         return {

@@ -1,5 +1,5 @@
 """The scheduler with forks and beam groups, without a model: copies are planned where blocks are shared, beam groups
-stay together, and the books are right whatever happens."""
+stay together, and the state is consistent whatever happens."""
 
 from __future__ import annotations
 

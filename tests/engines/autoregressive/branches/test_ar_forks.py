@@ -151,7 +151,7 @@ def test_the_best_of_many(adapter, expected, num_blocks):
 
 
 def most_blocks(drive: Driver) -> int:
-    """The pool's own books at their fullest."""
+    """The pool's own counts at their fullest."""
     most = 0
     while drive.engine.has_work():
         drive.step()
@@ -307,7 +307,7 @@ asked = st.fixed_dictionaries(
     st.lists(asked, min_size=1, max_size=5), st.integers(16, 40), st.integers(4, 9), st.integers(6, 40), st.booleans()
 )
 def test_blocks_are_conserved_and_answers_right(small, wanted, num_blocks, max_batch, max_tokens, caching):
-    """Whatever forks, is dropped, preempted, paused or cancelled: the books are right after every step (the driver
+    """Whatever forks, is dropped, preempted, paused or cancelled: the state is right after every step (the driver
     audits them), everyone finishes, and nobody's answer changes."""
     adapter, alone = small
     drive = driver(

@@ -1,4 +1,4 @@
-"""The block pool under any order of use: books always balance, and nothing shared is given away."""
+"""The block pool under any order of use: its state always balances, and nothing shared is given away."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def tokens(decision: Decision) -> dict[str, int]:
 
 
 def test_eight_equal_prompts_take_less_than_half_the_memory():
-    """The allocator's books, at n = 8 and 512 tokens: at least 55% below separate copies."""
+    """The allocator's counts, at n = 8 and 512 tokens: at least 55% below separate copies."""
     scheduler = make()
     for index in range(8):
         scheduler.add(job(f"r{index}", "x" * 512, index))

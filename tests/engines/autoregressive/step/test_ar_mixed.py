@@ -1,5 +1,5 @@
 """Requests of every kind side by side, in little room, with pauses, cancellations and failures between them: each gets
-what it gets alone, and the books are right after every step."""
+what it gets alone, and the state is consistent after every step."""
 
 from __future__ import annotations
 

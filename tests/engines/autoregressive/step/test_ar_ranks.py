@@ -129,7 +129,7 @@ CALLS = st.tuples(
 @settings(max_examples=6, deadline=None)
 @given(st.lists(CALLS, max_size=20), st.sampled_from([{}, {"ahead": True}, {"drafts": True}]))
 def test_any_calls_give_what_one_process_gives(calls: list[tuple[str, int, int]], options: dict[str, Any]) -> None:
-    """With preemptions, forks and beams; and all ranks end with equal books."""
+    """With preemptions, forks and beams; and all ranks end with equal states."""
     alone = Play(engine(**options))
     with replica(lambda ranks: engine(ranks, **options)) as made:
         together = Play(made.lead)

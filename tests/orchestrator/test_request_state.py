@@ -16,7 +16,7 @@ NAMES = ("thinker", "talker", "vocoder")
 GIVES = ({"text"}, set(), {"audio"})
 
 
-def books() -> RequestState:
+def running() -> RequestState:
     walk = {
         name: WalkStage(frozenset(NAMES[max(0, at - 1) : at]), frozenset(NAMES[at + 1 : at + 2]), frozenset(gives))
         for at, (name, gives) in enumerate(zip(NAMES, GIVES, strict=True))
@@ -31,7 +31,7 @@ def books() -> RequestState:
 @pytest.mark.parametrize("order", list(permutations(NAMES)), ids=" ".join)
 def test_ids_of_a_stage_that_is_heard_of_last_are_not_lost(order: tuple[str, ...]) -> None:
     """Its chunks reached the one below it by another way, which may be done before it."""
-    request = books()
+    request = running()
     for count, stage in enumerate(order):
         assert not request.complete()
         assert request.given() == {"thinker", "vocoder"}.issubset(order[:count])
