@@ -5,5 +5,5 @@ imports another.
 
 Doors: `registry`, `family`, `model_graph`, `shared.checkpoint`, `shared.dialects`, `shared.diffusion`,
 `shared.library`, `shared.reference`, `shared.speculators`, `shared.text.chat_template`, `shared.tiny.made`,
-`text.causal_lm`, `omni.bagel`, `omni.qwen2_5_omni.tiny.presets`, `speech.mimo_audio`.
+`text.causal_lm`, `omni.bagel`, `speech.mimo_audio`.
 """

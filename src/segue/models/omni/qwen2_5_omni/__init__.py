@@ -1,4 +1,4 @@
 """Qwen2.5-Omni: encoder, thinker, talker and vocoder. Read `graph`, then `stages`.
 
-Doors: `family`, `tiny.presets`.
+Doors: `family`.
 """

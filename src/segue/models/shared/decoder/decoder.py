@@ -255,8 +255,9 @@ class PagedDecoder:
             others["past_key_values"] = NoCache(batch.positions[0])
         adapters = nullcontext() if self.lora is None else self.lora.during(batch)
         name = PAGED if batch.attention is None else FLAT
-        if self._attends and self.model.config._attn_implementation != name:
-            self.model.config._attn_implementation = {"": name}  # its own, not those of configs within it
+        config: Any = self.model.config
+        if self._attends and config._attn_implementation != name:
+            config._attn_implementation = {"": name}  # its own, not those of configs within it
         with adapters, attention_calls(batch.attention, counted=self._counted):
             if self._by_layer is not None:
                 others["per_layer_inputs"] = self._by_layer(batch.token_ids[None], embeds[None])

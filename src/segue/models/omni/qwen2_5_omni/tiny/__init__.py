@@ -1,4 +1,1 @@
-"""`segue tiny qwen2.5-omni`: makes a small checkpoint in the published layout.
-
-Doors: `presets`.
-"""
+"""`segue tiny qwen2.5-omni`: makes a small checkpoint in the published layout."""
