@@ -4,6 +4,7 @@ steps. Replies and codes are compared with `generate`, together with captured ro
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from segue.graph.deployment.deployment import Hardware
 from segue.graph.deployment.loader import load_plan, stage_overrides
 from segue.graph.deployment.options import LoraPlan
 from segue.kernels.attention.paged_attention import library_attention
+from segue.kernels.graphs.compiled import compile_layers
 from segue.messages.errors import ConfigError, NotFound
 from segue.models.omni.qwen2_5_omni.encoder import Encoder
 from segue.models.omni.qwen2_5_omni.graph import graph
@@ -294,3 +296,23 @@ def test_both_can_be_divided() -> None:
     said = {"encoder": {"fuse_with": None}, "thinker": {"tensor_parallel": 2}, "talker": {"tensor_parallel": 2}}
     stages = load_plan(graph({}), {"stages": said}, hardware=LAPTOP).stages
     assert stages["thinker"].ranks == stages["talker"].ranks == 2
+
+
+# --- compiled layers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's own compiler
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+def test_compiled_layers(
+    tiny_dir: Path, encoder: Encoder, expected: list[Codes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    torch.compiler.reset()  # what other models of this process have compiled counts against a limit of variants
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    thinker = Thinker(context(tiny_dir, "thinker", fused=False))
+    talker = Talker(context(tiny_dir, "talker", fused=False))
+    for stage_model in (thinker, talker):
+        assert compile_layers(stage_model.library_decoder, "cpu") > 1
+    pipeline = Pipeline(encoder, thinker, talker, max_tokens_per_step=37, enforce_eager=True)
+    assert twice(pipeline, asks(tiny_dir)) == expected
+    assert any(tmp_path.rglob("*.so")), "something was compiled"
