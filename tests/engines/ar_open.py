@@ -8,10 +8,9 @@ from typing import Any
 from ar_adapter import Driver, TinyAdapter, stage_request
 
 from segue.engines.autoregressive.contract import Fed, Prompt, Then
-from segue.engines.autoregressive.hold import turn_seed
 from segue.engines.contract import Payload, StageRequest
 from segue.messages.request import Request
-from segue.messages.sampling import SamplingParams
+from segue.messages.sampling import SamplingParams, turn_seed
 
 HOLD, TURN, END = Then.HOLD, Then.TURN, Then.END
 

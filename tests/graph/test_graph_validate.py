@@ -127,13 +127,13 @@ def tensor(name: str = "actions", **changes: Any) -> Callable[[StageGraph], None
     ("mistake", "message"),
     [
         (cycle, "graph 'm' has a cycle: talker -> vocoder -> talker"),
-        (cycle, "talker; stages must form a DAG, but for edges that return: say with most= how often a request may"),
+        (cycle, "talker; it must be a DAG, but for edges that return: say with most= how often a request may"),
         (
             two_heads,
             "edge 'see' -> 'draw' returns to 'draw', but 'see' -> 'thinker' to 'thinker'; all loops of a graph",
         ),
         (no_loop, "edge 'thinker' -> 'see' has most=2, but closes no loop: no way leads from 'see' to 'thinker'"),
-        (from_outside, "edge 'input' -> 'draw' enters the stages that are visited again after 'thinker'.*; lead it to"),
+        (from_outside, "edge 'input' -> 'draw' enters what is visited again after 'thinker'.*; lead it to"),
         (draw, "stage 'see' gives nothing and leads to no stage that does"),
         (bound(0), "edge 'see' -> 'thinker' has most=0; it must be a whole number of at least 1"),
         (bound(True), "edge 'see' -> 'thinker' has most=True; it must be a whole number of at least 1"),

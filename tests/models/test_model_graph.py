@@ -139,6 +139,55 @@ def test_mistakes_are_named(
         graph(directory, edges, models).read()
 
 
+def looped(directory: Path, *edges: tuple[str, str, dict[str, Any]]) -> ModelGraph:
+    made = ModelGraph("mine")
+    for name in ("write", "judge", "speak"):
+        made.model(name, directory / ("speech" if name == "speak" else "llm"), main=name == "write")
+    made.edge("write", "judge")
+    made.edge("write", "speak")
+    for source, target, more in edges:
+        made.edge(source, target, **more)
+    return made
+
+
+def good(request: Any, outcome: Any) -> bool:
+    return True
+
+
+def test_an_edge_may_return(directory: Path) -> None:
+    models = looped(directory, ("judge", "write", {"most": 2, "on": good, "revises": True})).read()
+    assert models.givers == {"text": "write", "audio": "speak"}, "that of the model that is marked"
+    assert models.graph.takes == {"text"}, "an edge that returns does not feed"
+    assert list(models.places) == ["write", "judge", "speak"]
+    assert "on good, returns at most 2x, revises" in as_text(models.graph)
+    assert "== text, on good, returns at most 2x, revises ==>" in as_mermaid(models.graph)
+    assert looped(directory, ("write", "write", {"most": 2})).read().graph.takes == {"text"}
+
+
+@pytest.mark.parametrize(
+    ("edges", "said"),
+    [
+        ([("judge", "write", {})], "has a cycle: write -> judge -> write; it must be a DAG, but for edges that return: "
+         "say with most= how often a request may take such an edge"),
+        ([("judge", "judge", {})], "leads from a model to itself; say with most= how often a request may take it"),
+        ([("judge", "write", {"most": 0})], "has most=0; it must be a whole number of at least 1"),
+        ([("judge", "write", {"most": None, "revises": True})], "has a cycle"),
+        ([("judge", "speak", {"most": 3})], "has most=3, but closes no loop: no way leads from 'speak' to 'judge'"),
+        ([("judge", "write", {"most": 3}), ("judge", "judge", {"most": 2})],
+         "edge 'judge' -> 'judge' returns to 'judge', but 'judge' -> 'write' to 'write'; all loops of a graph must"),
+        ([("judge", "write", {"most": 3}), ("write", "write", {"most": 2, "revises": True})],
+         "some of its edges that return have revises=True; all must have it, or none"),
+        ([("judge", "speak", {"revises": True})], "has revises=True, but does not return: give it most=, or leave"),
+        ([("judge", "write", {"most": 3, "on": "good"})], "has on='good'; it must be a function of (request, outcome)"),
+        ([("judge", "write", {"most": 3, "on": functions.later})], "it must be a function of (request, outcome)"),
+        ([("judge", "write", {"most": 3, "on": functions.upper})], "too many positional arguments"),
+    ],
+)  # fmt: skip
+def test_mistakes_of_loops_are_named(directory: Path, edges: list[tuple[str, str, dict[str, Any]]], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        looped(directory, *edges).read()
+
+
 def test_names_collide(directory: Path) -> None:
     made = ModelGraph("mine")
     with pytest.raises(ConfigError, match="has no models; add them"):

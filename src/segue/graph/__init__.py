@@ -4,5 +4,6 @@ request needs (`walk`), its visits to them (`course`), and the deployment of the
 every stage its worker, devices and connectors. `plugins` loads what installed packages register, `functions` what a
 graph of models names. This package imports no torch.
 
-Doors: `stage_graph`, `parts`, `checks`, `course`, `functions`, `plugins`, `render`, `deployment`, `kinds`, `machine`.
+Doors: `stage_graph`, `parts`, `checks`, `walk`, `course`, `functions`, `plugins`, `render`, `deployment`, `kinds`,
+`machine`.
 """

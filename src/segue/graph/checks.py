@@ -25,7 +25,7 @@ def check(graph: str, stages: Sequence[Stage], edges: Sequence[Edge], tensors: S
     _check_duplicates(graph, stages)
     _check_edges(graph, {stage.name for stage in stages}, edges)
     topological(graph, [stage.name for stage in stages], edges)  # raises if there is a cycle
-    _check_loops(graph, stages, edges)
+    check_loops(graph, [stage.name for stage in stages], edges)
     _check_shared(graph, stages, edges)
     _check_flow(graph, stages, edges)
     main_stage(graph, stages)
@@ -57,7 +57,7 @@ def topological(graph: str, names: Sequence[str], edges: Sequence[Edge]) -> tupl
         if ready is None:
             cycle = " -> ".join(_cycle(waits_for))
             raise ConfigError(
-                f"graph {graph!r} has a cycle: {cycle}; stages must form a DAG, but for edges that return: say with "
+                f"graph {graph!r} has a cycle: {cycle}; it must be a DAG, but for edges that return: say with "
                 "most= how often a request may take such an edge"
             )
         order.append(ready)
@@ -76,13 +76,10 @@ def reachable(start: str, steps: Mapping[str, Sequence[str]]) -> frozenset[str]:
     return frozenset(seen)
 
 
-def _check_loops(graph: str, stages: Sequence[Stage], edges: Sequence[Edge]) -> None:
-    """Check the edges that return. All other edges form a DAG, so a request ends once it has taken each of these as
-    often as it may."""
-    forward = {
-        stage.name: [edge.target for edge in edges if edge.source == stage.name and edge.most is None]
-        for stage in stages
-    }
+def check_loops(graph: str, names: Sequence[str], edges: Sequence[Edge]) -> None:
+    """Check the edges between `names` that return. All other edges form a DAG, so a request ends once it has taken each
+    of these as often as it may."""
+    forward = {name: [edge.target for edge in edges if edge.source == name and edge.most is None] for name in names}
     closing = [edge for edge in edges if edge.most is not None]
     for edge in closing:
         where = f"graph {graph!r}: edge {edge.source!r} -> {edge.target!r}"
@@ -97,7 +94,7 @@ def _check_loops(graph: str, stages: Sequence[Stage], edges: Sequence[Edge]) -> 
             first = closing[0]
             raise ConfigError(
                 f"{where} returns to {edge.target!r}, but {first.source!r} -> {first.target!r} to {first.target!r}; "
-                f"all loops of a graph must return to one stage"
+                f"all loops of a graph must return to one place"
             )
     if not closing:
         return
@@ -106,7 +103,7 @@ def _check_loops(graph: str, stages: Sequence[Stage], edges: Sequence[Edge]) -> 
     for edge in edges:
         if edge.source not in again and edge.target in again - {head}:
             raise ConfigError(
-                f"graph {graph!r}: edge {edge.source!r} -> {edge.target!r} enters the stages that are visited again "
+                f"graph {graph!r}: edge {edge.source!r} -> {edge.target!r} enters what is visited again "
                 f"after {head!r}, and would have nothing for their later visits; lead it to {head!r} instead"
             )
 

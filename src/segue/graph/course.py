@@ -42,8 +42,10 @@ class Course:
         """The head is not visited again."""
         self.stopped_by: str | None = None
         """The edge whose bound ended a loop that would have gone on, as `source -> target`."""
-        self._again = frozenset() if self.head is None else self._behind(self.head)
-        """Stages that are visited again after each return: the head and all behind it."""
+        self.again = frozenset() if self.head is None else self._behind(self.head)
+        """The stages that are visited again after each return: the head and all behind it."""
+        self.returning = frozenset(one for one in self.again if any(walk[here].returns for here in self._behind(one)))
+        """Those of them that lead back to the head."""
         self._chosen = self._returns_by_choice()
 
     @property
@@ -56,7 +58,7 @@ class Course:
         """Return the visits to which edges from this one may lead, those that return last."""
         stage, number = stage_of(visit), number_of(visit)
         forward = [
-            visit_name(target, number if target in self._again else 0) for target in self._walk[stage].downstreams
+            visit_name(target, number if target in self.again else 0) for target in self._walk[stage].downstreams
         ]
         return sorted(forward) + [visit_name(head, number + 1) for head in self._walk[stage].returns]
 
@@ -83,6 +85,16 @@ class Course:
             self._verdicts[visit, target] = verdict
         self._over.add(visit)
 
+    def forgo(self, visit: str) -> None:
+        """Record that a visit has ended without being made: nothing of it goes on."""
+        self._verdicts |= {(visit, target): False for target in self._walk[stage_of(visit)].on}
+        self._over.add(visit)
+
+    @property
+    def spent(self) -> bool:
+        """Whether the head is not visited again, whatever the outcomes of its latest visit and of those behind it."""
+        return self.closed or not any(self._may_return(stage) for stage in self._sources)
+
     def finish(self) -> None:
         """Record that the head ended for good, whatever comes back to it."""
         self.closed = True
@@ -102,7 +114,7 @@ class Course:
     def _visits(self, number: int) -> Iterator[str]:
         """The visits with this number, in topological order, but later ones of the head."""
         for stage in self._walk:
-            if number == 0 or (stage in self._again and stage != self.head):
+            if number == 0 or (stage in self.again and stage != self.head):
                 yield visit_name(stage, number)
 
     def _undecided(self, visit: str) -> bool:
@@ -113,14 +125,14 @@ class Course:
         stage, number = stage_of(visit), number_of(visit)
         if number and not self._past(visit_name(stage, number - 1)):
             return False
-        sources = [visit_name(up, number if up in self._again else 0) for up in self._walk[stage].upstreams]
+        sources = [visit_name(up, number if up in self.again else 0) for up in self._walk[stage].upstreams]
         taken = [self._taken(source, stage) for source in sources]
         if None in taken:
             return False
         ups = tuple(source for source, yes in zip(sources, taken, strict=True) if yes)
         if sources and not ups:
             self._skipped.add(visit)
-        elif stage in self._again and not self._useful(stage):
+        elif stage in self.again and not self._useful(stage):
             self._cut.add(visit)
         else:
             self.begun[visit] = tuple(sorted(up for up in ups if up in self.begun))
@@ -153,11 +165,10 @@ class Course:
             self.closed = True
         if current not in self._over:
             return False
-        sources = [stage for stage, here in self._walk.items() if self.head in here.returns]
-        taken = {stage: self._taken(visit_name(stage, self.last), self.head) for stage in sources}
+        taken = {stage: self._taken(visit_name(stage, self.last), self.head) for stage in self._sources}
         if None in taken.values():
             return False
-        coming = [stage for stage in sources if taken[stage]]
+        coming = [stage for stage in self._sources if taken[stage]]
         free = [stage for stage in coming if self._may_return(stage)]
         if not free:
             self.closed = True
@@ -168,6 +179,11 @@ class Course:
         self.begun[visit_name(self.head, self.last + 1)] = tuple(visit_name(stage, self.last) for stage in free)
         self.last += 1
         return True
+
+    @property
+    def _sources(self) -> list[str]:
+        """The stages from which an edge returns."""
+        return [stage for stage, here in self._walk.items() if self.head in here.returns]
 
     def _may_return(self, stage: str) -> bool:
         return self._returned[stage] < self._walk[stage].returns[self.head or ""]
@@ -191,5 +207,4 @@ class Course:
 
     def _returns_by_choice(self) -> bool:
         """Whether an output decides if the request returns, so that a bound cuts off what would have gone on."""
-        leads_back = {stage for stage in self._walk if any(self._walk[one].returns for one in self._behind(stage))}
-        return any((leads_back | {self.head}) & self._walk[stage].on.keys() for stage in self._again)
+        return any((self.returning | {self.head}) & self._walk[stage].on.keys() for stage in self.again)

@@ -43,6 +43,8 @@ class Outcome:
     """Token ids that the visit sampled, its end token included."""
     facts: Mapping[str, int | float | str | bool] = field(default_factory=dict)
     """Numbers, texts and truth values at the top of the last payload of a stage without tokens, e.g. its `label`."""
+    text: str = ""
+    """In a graph of models: what the model wrote, without its reasoning and its calls of tools."""
 
 
 OutputCondition = Callable[[Request, Outcome], bool]
@@ -166,6 +168,18 @@ class Link:
     carries: str
     transform: str = ""
     """The function applied to it, which the target's input worker imports: `MODULE:NAME` or `FILE.py:NAME`."""
+    on: OutputCondition | None = None
+    """As in `Edge`."""
+    most: int | None = None
+    """As in `Edge`."""
+    revises: bool = False
+    """Of one that closes a loop: what the next visits make replaces what the visits before made."""
+
+    @property
+    def condition(self) -> str | None:
+        """As `Edge.condition`."""
+        shown = Edge(self.source, self.target, on=self.on, most=self.most).condition
+        return f"{shown}, revises" if self.revises else shown
 
 
 def _name_of(condition: Callable[..., object]) -> str:

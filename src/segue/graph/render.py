@@ -61,7 +61,8 @@ def as_mermaid(what: Plan | StageGraph) -> str:
         lines.append(f"    {ids[edge.source]} {arrow} {ids[edge.target]}")
     for link in graph.links:
         source = graph.giver(graph.places[link.source], link.carries)
-        lines.append(f"    {ids[source]} == {link.carries} ==> {ids[full_name(graph.places[link.target], INPUT)]}")
+        label = f"{link.carries}, {link.condition}" if link.condition else link.carries
+        lines.append(f"    {ids[source]} == {label} ==> {ids[full_name(graph.places[link.target], INPUT)]}")
     for name in graph.outputs:
         for modality in sorted(graph.stages[name].gives):
             lines.append(f"    {ids[name]} --> {ids[name]}_{modality}([{modality}])")
@@ -96,8 +97,11 @@ def _edge_rows(what: Plan | StageGraph) -> list[list[str]]:
 
 def _link_rows(graph: StageGraph) -> list[list[str]]:
     at = {place: place if place == model else f"{place} ({model})" for place, model in graph.places.items()}
-    rows = [[f"{at[link.source]} -> {at[link.target]}", link.carries, link.transform or "-"] for link in graph.links]
-    return [["model to model", "carries", "transform"], *rows]
+    rows = [
+        [f"{at[link.source]} -> {at[link.target]}", link.carries, link.transform or "-", link.condition or "-"]
+        for link in graph.links
+    ]
+    return [["model to model", "carries", "transform", "when"], *rows]
 
 
 def _label(stage: Stage, what: Plan | StageGraph) -> str:

@@ -230,7 +230,7 @@ class StageGraph:
     @property
     def _entries(self) -> set[str]:
         """The models of a graph of models that take the client's request."""
-        fed = {link.target for link in self.links}
+        fed = {link.target for link in self.links if link.most is None}
         return {member for place, member in self.places.items() if place not in fed}
 
     @property

@@ -64,7 +64,9 @@ def walk(request: Request, stages: Sequence[Stage], edges: Sequence[Edge]) -> Wa
         )
     files = wanted & request.formats.keys()
     encoded = {stage.name: stage.gives & files for stage in stages}
-    to_client = {name: (given & wanted) - files for name, given in gives.items()} | ({OUTPUT: files} if files else {})
+    only_files = files - set(request.raw)
+    to_client = {name: (given & wanted) - only_files for name, given in gives.items()}
+    to_client |= {OUTPUT: files} if files else {}
     needed: set[str] = set()
     while True:
         for stage in reversed(stages):

@@ -346,6 +346,7 @@ class ModelDelta(msgspec.Struct, frozen=True, tag="model"):
     """An output that the client requested of one model of a graph of models by the model's name, e.g. `hear.text`."""
 
     model: str
+    """Of a later visit with its number: `hear@1`."""
     delta: TextDelta | AudioDelta | ImageDelta | Finished
 
 

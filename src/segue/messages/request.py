@@ -105,6 +105,10 @@ class Received(msgspec.Struct, frozen=True):
     part: Part
     transform: str = ""
     """As in `segue.graph.parts.Link`."""
+    visit: int = 0
+    """The visit that it was for: what each visit gets and then writes are turns of one conversation."""
+    own: bool = False
+    """The model wrote it in that visit."""
 
 
 class Request(msgspec.Struct, kw_only=True):
@@ -165,7 +169,10 @@ class Request(msgspec.Struct, kw_only=True):
     member: str = ""
     """In a graph of models: the model that the request is for."""
     received: list[Received] = []
-    """In a graph of models: what the model gets from those before it. The input worker makes the messages of it."""
+    """In a graph of models: what the model gets from others, and in a later visit all that it got and wrote before. The
+    input worker makes the messages of it."""
+    raw: list[str] = []
+    """In a graph of models: requested modalities of `formats` of which samples or pixels are needed, too."""
 
     def embedded(self) -> list[TextPart]:
         """Return the parts of the messages that are embeddings, in order."""

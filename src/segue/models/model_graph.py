@@ -7,21 +7,23 @@
     graph.edge("hear", "think")
     graph.edge("think", "speak")
 
-`read_models` makes the stage graph of it, or of a single checkpoint. No torch here."""
+An edge may depend on what its source made, and return to a model within a bound. `read_models` makes the stage graph of
+it, or of a single checkpoint. No torch here."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from segue.graph.checks import reachable, topological
+from segue.graph.checks import check_loops, reachable, topological
 from segue.graph.functions import module_at, name_of
-from segue.graph.parts import INPUT, Edge, Link
+from segue.graph.parts import INPUT, Edge, Link, OutputCondition
 from segue.graph.stage_graph import StageGraph
-from segue.messages.errors import ConfigError, nearest
+from segue.messages.errors import ConfigError, nearest, shown
 from segue.models.family import Family
 from segue.models.registry import family_of, read_config
 from segue.models.shared.checkpoint.files import located
@@ -88,6 +90,9 @@ class _Drawn:
     target: str
     transform: Callable[..., Any] | None
     carries: str | None
+    on: OutputCondition | None
+    most: int | None
+    revises: bool
 
 
 class ModelGraph:
@@ -117,15 +122,28 @@ class ModelGraph:
         self._reused.append(_Reuse(name, model, main))
 
     def edge(
-        self, source: str, target: str, *, transform: Callable[..., Any] | None = None, carries: str | None = None
+        self,
+        source: str,
+        target: str,
+        *,
+        transform: Callable[..., Any] | None = None,
+        carries: str | None = None,
+        on: OutputCondition | None = None,
+        most: int | None = None,
+        revises: bool = False,
     ) -> None:
         """Hand an output of one model on to another, as its user message or, for a model of speech, as the text to say.
 
         `carries`: `text`, `audio` or `image`, if the two models leave a choice. `transform`: a function at the top of
         a module, which runs in a worker: text → text, or (samples, rate) → samples, or image → image, or any of these →
         a list of messages.
+
+        `on`: a request takes the edge only after visits of the source whose outcome satisfies this function of
+        (request, outcome), which runs in the server. `most`: the edge returns to a model, and a request may take it so
+        often; after each time, that model and all models after it are visited again. `revises`: what they then make
+        replaces what they made before, so the client gets only the last; else one follows the other.
         """
-        self._edges.append(_Drawn(source, target, transform, carries))
+        self._edges.append(_Drawn(source, target, transform, carries, on, most, revises))
 
     def read(self) -> Models:
         """Find the checkpoints and check the graph. Raises `ConfigError` for the first mistake, with the remedy."""
@@ -136,7 +154,8 @@ class ModelGraph:
         at = {place: found[model] for place, model in models.items()}
         for edge in self._edges:
             _check_ends(where, edge, at, self._edges)
-        order = topological(self.name, list(at), [Edge(one.source, one.target) for one in self._edges])
+            _check_condition(where, edge)
+        order = self._order(list(at))
         if len(at) > 1 and (alone := [name for name in order if not self._touching(name)]):
             raise ConfigError(f"{where}: no edge leads to the model {alone[0]!r} or from it; add one", field="model")
         links = [self._link(where, edge, at) for edge in self._edges]
@@ -147,6 +166,26 @@ class ModelGraph:
         graphs = {name: one.graph for name, one in members.items()}
         graph = StageGraph.joined(self.name, graphs, links, models[main], places)
         return Models(self.name, graph, members, givers, main)
+
+    def _order(self, places: list[str]) -> tuple[str, ...]:
+        """Return the places, each after its upstreams. Raises `ConfigError` for a wrong loop, e.g. without a bound."""
+        edges = [Edge(one.source, one.target, most=one.most) for one in self._edges]
+        order = topological(self.name, places, edges)
+        check_loops(self.name, order, edges)
+        closing = [edge for edge in self._edges if edge.most is not None]
+        for edge in self._edges:
+            if edge.revises and edge.most is None:
+                raise ConfigError(
+                    f"graph {self.name!r}: edge {edge.source!r} -> {edge.target!r} has revises=True, but does not "
+                    "return: give it most=, or leave revises= out",
+                    field="revises",
+                )
+        if len({edge.revises for edge in closing}) > 1:
+            raise ConfigError(
+                f"graph {self.name!r}: some of its edges that return have revises=True; all must have it, or none",
+                field="revises",
+            )
+        return order
 
     @property
     def _marked(self) -> list[str]:
@@ -212,11 +251,12 @@ class ModelGraph:
         if carries not in able:
             raise ConfigError(f"{at} carries {edge.carries!r}; it can carry {_names(able)}: {both}", field="carries")
         transform = "" if edge.transform is None else name_of(edge.transform, f"{at}: transform", _ARGUMENTS[carries])
-        return Link(edge.source, edge.target, carries, transform)
+        return Link(edge.source, edge.target, carries, transform, edge.on, edge.most, edge.revises)
 
     def _givers(self, where: str, members: dict[str, Checkpoint]) -> dict[str, str]:
-        """For each modality: the last model that gives it."""
-        after = {name: [edge.target for edge in self._edges if edge.source == name] for name in members}
+        """For each modality: the model that gives it and is marked, else the last one that gives it."""
+        forward = [edge for edge in self._edges if edge.most is None]
+        after = {name: [edge.target for edge in forward if edge.source == name] for name in members}
         givers = {}
         for modality in sorted(frozenset().union(*(one.graph.gives for one in members.values()))):
             giving = [name for name, one in members.items() if modality in one.graph.gives]
@@ -224,9 +264,7 @@ class ModelGraph:
                 raise ConfigError(
                     f"{where} marks {_names(marked)} as main, which give {modality}; mark one", field="main"
                 )
-            last = [name for name in giving if not (reachable(name, after) - {name}) & set(giving)]
-            if len(last) > 1:
-                last = [name for name in last if name in marked] or last
+            last = marked or [name for name in giving if not (reachable(name, after) - {name}) & set(giving)]
             if len(last) > 1:
                 raise ConfigError(
                     f"{where}: {modality} could be that of {_names(last)}, and no edge leads from one to the other; "
@@ -271,10 +309,26 @@ def _check_ends(where: str, edge: _Drawn, members: dict[str, Checkpoint], edges:
     for end in (edge.source, edge.target):
         if end not in members:
             raise ConfigError(f"{at} names no model {end!r} of this graph{nearest(end, members)}", field="edge")
-    if edge.source == edge.target:
-        raise ConfigError(f"{at} leads from a model to itself", field="edge")
+    if edge.source == edge.target and edge.most is None:
+        raise ConfigError(
+            f"{at} leads from a model to itself; say with most= how often a request may take it", field="edge"
+        )
     if sum((one.source, one.target) == (edge.source, edge.target) for one in edges) > 1:
         raise ConfigError(f"{at} is declared twice", field="edge")
+
+
+def _check_condition(where: str, edge: _Drawn) -> None:
+    """Check that a condition can be asked. Raises `ConfigError`."""
+    if edge.on is None:
+        return
+    right = "a function of (request, outcome) that returns True or False"
+    at = f"{where}: edge {edge.source!r} -> {edge.target!r} has on={shown(edge.on)}; it must be {right}"
+    if not callable(edge.on) or inspect.iscoroutinefunction(edge.on) or inspect.isgeneratorfunction(edge.on):
+        raise ConfigError(at, field="on")
+    try:
+        inspect.signature(edge.on).bind("request", "outcome")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{at}: {error}", field="on") from error
 
 
 def _names(names: Iterable[str]) -> str:

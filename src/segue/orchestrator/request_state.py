@@ -304,6 +304,8 @@ class RequestState:
 
     def _count(self, delta: ClientDelta) -> None:
         """Count what the client gets."""
+        if delta.kind in self.request.raw and not isinstance(delta, EncodedDelta):
+            return  # the file is counted
         now, tokens = time.monotonic() - self.admitted, 0
         match delta:
             case TextDelta():

@@ -2,12 +2,15 @@
 
 A link's transform is a function of what the model before it made: of a text, of samples and their rate, or of an image
 ([height, width, 3] uint8). It returns the same kind, or a list of messages as a chat request has them. If it returns
-None or an empty text, the model gets nothing: the request ends with an error of the field `NOTHING`."""
+None or an empty text, the model gets nothing: the request ends with an error of the field `NOTHING`.
+
+A model to which an edge returns goes on with its conversation: its first input, what it wrote, what came back, …"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -20,6 +23,21 @@ from segue.media.arrays import audio_part, image_part
 from segue.media.parts import PYTHON_POLICY, messages_from
 from segue.messages.errors import InvalidRequest, SegueError, StageFailed, shown
 from segue.messages.request import NOTHING, MediaPart, Message, Part, Received, Request, TextPart
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What a model got for one visit, or wrote in it."""
+
+    role: str
+    parts: list[Part] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+
+    @property
+    def text(self) -> str | None:
+        """If it is one text."""
+        only = self.parts[0] if len(self.parts) == 1 and not self.messages else None
+        return only.text if isinstance(only, TextPart) else None
 
 
 class Bridge:
@@ -40,18 +58,31 @@ class Bridge:
     def _read(self, request: Request) -> Request:
         if not request.received:  # it came from a client, who asks for tokens
             return request
-        parts: list[Part] = []
-        messages: list[Message] = []
-        for received in request.received:
-            made = self._made(received)
-            if isinstance(made, list):
-                messages += made
-            else:
-                parts.append(made)
-        if len(parts) == 1 and isinstance(parts[0], TextPart) and not messages and not self._chats:
-            return msgspec.structs.replace(request, prompt=parts[0].text, received=[])
-        messages += [Message("user", parts)] if parts else []
+        turns = [self._turn(own, list(together)) for (_, own), together in groupby(request.received, key=_turn_of)]
+        texts = [turn.text for turn in turns]
+        if request.prompt is not None or not (request.messages or self._chats or None in texts):
+            if None in texts:
+                raise InvalidRequest(
+                    "the request has a prompt, to which only a text can be added when an edge returns; send messages",
+                    field="prompt",
+                )
+            prompt = "".join([request.prompt or "", *(text for text in texts if text is not None)])
+            return msgspec.structs.replace(request, prompt=prompt, received=[])
+        messages = [*request.messages]
+        for turn in turns:
+            messages += turn.messages
+            messages += [Message(turn.role, turn.parts)] if turn.parts else []
         return msgspec.structs.replace(request, messages=messages, received=[])
+
+    def _turn(self, own: bool, received: list[Received]) -> _Turn:
+        turn = _Turn("assistant" if own else "user")
+        for one in received:
+            made = self._made(one)
+            if isinstance(made, list):
+                turn.messages += made
+            else:
+                turn.parts.append(made)
+        return turn
 
     def _made(self, received: Received) -> Part | list[Message]:
         """What becomes of a part: a part, or messages."""
@@ -68,6 +99,10 @@ class Bridge:
             raise
         except Exception as error:  # the function is the user's own
             raise StageFailed(f"{where} raised {type(error).__name__}: {error}") from error
+
+
+def _turn_of(received: Received) -> tuple[int, bool]:
+    return received.visit, received.own
 
 
 def _arguments(part: Part) -> tuple[Any, ...]:

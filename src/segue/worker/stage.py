@@ -13,7 +13,6 @@ import msgspec
 
 from segue.connectors.base import Connector
 from segue.engines.autoregressive.contract import LoraHost
-from segue.engines.autoregressive.hold import turn_seed
 from segue.engines.contract import Engine, StageOutput, StageRequest, Transfer
 from segue.graph.deployment.stage_plan import StagePlan
 from segue.graph.parts import CLIENT, is_input, number_of, own_name
@@ -21,7 +20,7 @@ from segue.kernels.device import end_where_lost
 from segue.messages.deltas import ClientDelta, EncodedDelta, ImageDelta, ProgressDelta, VideoDelta
 from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed
 from segue.messages.request import Request
-from segue.messages.sampling import SamplingParams, merged
+from segue.messages.sampling import SamplingParams, merged, turn_seed
 from segue.messages.units import TurnEnd
 from segue.messages.wire import AdapterLoaded, Begin, Emission, LoadAdapter, OutputEnd, Peer, Return
 from segue.worker.deltas import client_deltas, tokens_of

@@ -5,6 +5,5 @@ sequences compute how many tokens, `cache` owns the blocks, `step` runs a decisi
 Optional parts have packages of their own: `branches` (parallel sampling and beams), `grammar` (structured output),
 `speculation` (draft tokens), `contexts` (what a denoiser reads).
 
-Doors: `engine`, `contract`, `output`, `config`, `hold`, `cache.memory`, `step.invariant`, `grammar`, `speculation`,
-`contexts`.
+Doors: `engine`, `contract`, `output`, `config`, `cache.memory`, `step.invariant`, `grammar`, `speculation`, `contexts`.
 """

@@ -53,15 +53,6 @@ from segue.engines.autoregressive.schedule.bidirectional import check_bidirectio
 from segue.messages.errors import InvalidRequest, StageFailed
 from segue.messages.sampling import SamplingParams
 
-_SEED_STEP = 0x9E3779B97F4A7C15
-"""Distance between the seeds of successive turns: odd, so that no two of 2^64 turns share a seed, and large, so that
-the forks of a request (seed + i) share none with its turns."""
-
-
-def turn_seed(seed: int, turn: int) -> int:
-    """The seed of a turn's draws; that of turn 0 is the request's own."""
-    return (seed + turn * _SEED_STEP) % 2**64
-
 
 @dataclass(slots=True)
 class Piece:

@@ -14,7 +14,7 @@ from segue.engines.autoregressive.cache.blocks import block_hash, chain_root
 from segue.engines.autoregressive.contract import AutoregressiveModel, EndsByRow, Fed, Prompt, Then
 from segue.engines.autoregressive.grammar.after_thoughts import AfterThoughts
 from segue.engines.autoregressive.grammar.grammar import Compilation, Form
-from segue.engines.autoregressive.hold import Conditioning, Pieces, check_open, check_prompt, turn_seed
+from segue.engines.autoregressive.hold import Conditioning, Pieces, check_open, check_prompt
 from segue.engines.autoregressive.output import TokenOutput
 from segue.engines.autoregressive.sample.detokenize import TextOutput
 from segue.engines.autoregressive.sample.logprobs import output_wanted, prompt_wanted
@@ -26,6 +26,7 @@ from segue.engines.autoregressive.schedule.jobs import Job
 from segue.engines.autoregressive.schedule.policies import Rank
 from segue.engines.contract import StageRequest
 from segue.messages.errors import InvalidRequest, StageFailed, TooLong
+from segue.messages.sampling import turn_seed
 from segue.messages.units import TurnEnd, Unit, ids_of, rows_of
 
 

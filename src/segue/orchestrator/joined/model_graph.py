@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from segue.graph.checks import reachable
 from segue.graph.deployment.deployment import Plan
-from segue.graph.parts import TOKENS, Link, full_name, member_of, own_name
+from segue.graph.parts import TOKENS, Link, full_name, member_of, own_name, visit_name
+from segue.graph.walk import Walk, WalkStage
 from segue.messages.deltas import Delta, Finished
 from segue.messages.errors import InvalidRequest, NotFound, nearest, wrong
 from segue.messages.formats import Format, check_formats
 from segue.messages.request import ChatOptions, MediaPart, Message, Part, Piece, Received, Request
-from segue.messages.sampling import SamplingParams
+from segue.messages.sampling import SamplingParams, turn_seed
 from segue.messages.wire import StageFacts
 from segue.models.model_graph import Models
 from segue.models.shared.diffusion.sizes import Sizes
@@ -57,9 +59,12 @@ class ServedGraph:
         self._givers = models.givers
         self._plan = plan
         self.takes = {place: models.members[model].takes for place, model in self.places.items()}
-        fed = {link.target for link in self.links}
+        fed = {link.target for link in self.links if link.most is None}
         self.entries = [place for place in self.places if place not in fed]
         """The places that take the client's request."""
+        forward = {one: [link.target for link in self.links if link.source == one] for one in self.places}
+        self._again = frozenset().union(*(reachable(link.target, forward) for link in self.links if link.most))
+        """The places that a request may visit again."""
         self.card = _card(name, self, models.givers, plan)
 
     @property
@@ -114,19 +119,39 @@ class ServedGraph:
         card = self.models[member].card
         return card.says is not None and "text" not in card.gives
 
+    def converses(self, place: str) -> bool:
+        """Whether a model that is returned to goes on from what it wrote: a transcript, e.g., is not gone on with."""
+        card = self.models[place].card
+        return card.text_stage is not None and "text" in card.gives and card.speech is None
+
+    def walk(self, needed: Mapping[str, Needs]) -> Walk:
+        """Return the walk of a request over the places of the graph."""
+        links = [link for link in self.links if link.source in needed and link.target in needed]
+        return {
+            place: WalkStage(
+                upstreams=frozenset(one.source for one in links if one.target == place and one.most is None),
+                downstreams=frozenset(one.target for one in links if one.source == place and one.most is None),
+                to_client=frozenset(needs.plain | needs.named),
+                on={one.target: one.on for one in links if one.source == place and one.on is not None},
+                returns={one.target: one.most for one in links if one.source == place and one.most is not None},
+            )
+            for place, needs in needed.items()
+        }
+
     def part(
         self,
         request: Request,
         member: str,
         needs: Needs,
         *,
+        visit: int = 0,
         received: list[Received] | None = None,
         number: int | None = None,
         entry: bool | None = None,
     ) -> Request:
-        """Return the part of a request that is for the model at a place (`member`). `received`: what it gets from
-        others; `number`: which of its generations this is, if there are several; `entry`: whether it takes the client's
-        messages."""
+        """Return the part of a request that is for a visit of the model at a place (`member`). `received`: what it gets
+        from others; `number`: which of its generations this is, if there are several; `entry`: whether it takes the
+        client's messages."""
         card = self.models[member].card
         entry = member in self.entries if entry is None else entry
         own = {at(member, stage): stage for stage in card.sampling_stages}
@@ -141,19 +166,23 @@ class ServedGraph:
             options = {**card.says.options, **options}
             usual = card.says.sampling
             sampling |= {stage: sampling.get(stage, SamplingParams()).over(usual[stage]) for stage in usual}
+        if visit:
+            sampling = {stage: _again(params, visit) for stage, params in sampling.items()}
         part = msgspec.structs.replace(
             request,
-            request_id=f"{request.request_id}.{member}" + ("" if number is None else f"-{number}"),
+            request_id=f"{request.request_id}.{visit_name(member, visit)}" + ("" if number is None else f"-{number}"),
             member=self.places[member],
             received=received or [],
-            chat=request.chat if member == self.main else ChatOptions(),
+            chat=_chat(request.chat, visit) if member == self.main else ChatOptions(),
+            seed=turn_seed(request.seed, visit) if request.seed is not None and visit else request.seed,
             modalities=needs.modalities,
             voice=request.voice if "audio" in card.gives and member == self._givers.get("audio") else None,
             sampling=sampling,
             diffusion=request.diffusion if self.models[member].images else None,
             adapter=request.adapter if request.adapter in card.adapters else None,
-            return_prompt_ids=request.return_prompt_ids and member == self.main,
+            return_prompt_ids=request.return_prompt_ids and member == self.main and not visit,
             formats=_formats(request, needs, number),
+            raw=sorted(request.formats.keys() & needs.plain & (needs.handed | needs.named)),
             options=options,
         )
         if not entry:
@@ -204,18 +233,15 @@ class ServedGraph:
             raise InvalidRequest(
                 f"modalities is empty; this graph gives {', '.join(sorted(self._givers))}", field="modalities"
             )
-        for member in reversed(list(self.models)):
-            for link in self.links:
-                if link.target == member and member in found:
-                    found.setdefault(link.source, Needs()).handed.add(link.carries)
+        arriving = {place: [link.source for link in self.links if link.target == place] for place in self.places}
+        for place in frozenset().union(*(reachable(place, arriving) for place in found)):
+            found.setdefault(place, Needs())
+        for link in self.links:
+            if link.target in found:
+                found[link.source].handed.add(link.carries)
         check_formats(request.formats, request.modalities)
-        for member, needs in found.items():
-            if both := sorted(request.formats.keys() & (needs.handed | needs.named)):
-                raise InvalidRequest(
-                    f"formats.{both[0]} is given, but the {both[0]} of {member!r} also goes elsewhere as it is",
-                    field=f"formats.{both[0]}",
-                )
         self._check_one_output(request, found)
+        self._check_returns(request, found)
         return {member: found[member] for member in self.models if member in found}
 
     def _check_names(self, request: Request) -> None:
@@ -246,23 +272,48 @@ class ServedGraph:
     def _check_one_output(self, request: Request, found: Mapping[str, Needs]) -> None:
         for stage, params in request.sampling.items():
             needs = found.get(member_of(stage))
-            if needs is not None and needs.handed and (params.n or 1) > 1:
-                path = f"sampling.{stage}.n"
-                raise wrong(path, params.n, f"1: the output of {member_of(stage)!r} goes on to another model")
+            if needs is None or (params.n or 1) == 1:
+                continue
+            path, place = f"sampling.{stage}.n", member_of(stage)
+            if needs.handed:
+                raise wrong(path, params.n, f"1: the output of {place!r} goes on to another model")
+            if place in self._again:
+                raise wrong(path, params.n, f"1: {place!r} may be visited several times")
+
+    def _check_returns(self, request: Request, found: Mapping[str, Needs]) -> None:
+        """Check that a conversation to which an edge returns can go on."""
+        for place in self.entries:
+            heads = {link.target for link in self.links if link.most}
+            if place in heads and place in found and self.converses(place):
+                for name in ("prompt_token_ids", "prompt_embeds"):
+                    if getattr(request, name) is not None:
+                        raise InvalidRequest(
+                            f"{name} is given, but this graph returns to {place!r} with a text: send messages or a "
+                            "prompt",
+                            field=name,
+                        )
+
+
+def _again(params: SamplingParams, visit: int) -> SamplingParams:
+    """The sampling of a later visit: its draws are others."""
+    return params if params.seed is None else msgspec.structs.replace(params, seed=turn_seed(params.seed, visit))
+
+
+def _chat(chat: ChatOptions, visit: int) -> ChatOptions:
+    """The options of a visit: a later one is a reply to what came back."""
+    return msgspec.structs.replace(chat, add_generation_prompt=True, continue_final_message=False) if visit else chat
 
 
 def _formats(request: Request, needs: Needs, number: int | None) -> dict[str, Format]:
     """The formats of the files that the client gets from a model. Generation `number` is that part of the file, whose
     header cannot state the length of the whole; one base64 text could not be joined of those of its parts."""
     formats = {modality: form for modality, form in request.formats.items() if modality in needs.plain}
-    if number is None:
-        return formats
-    return {
-        modality: msgspec.structs.replace(
-            form, whole=False, base64=form.base64 and not form.whole, part=form.part + number
+    audio = formats.get("audio")
+    if number is not None and audio is not None:
+        formats["audio"] = msgspec.structs.replace(
+            audio, whole=False, base64=audio.base64 and not audio.whole, part=audio.part + number
         )
-        for modality, form in formats.items()
-    }
+    return formats
 
 
 def at(place: str, stage: str) -> str:

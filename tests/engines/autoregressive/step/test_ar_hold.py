@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import Fed, Prompt, Then
 from segue.engines.autoregressive.engine import AutoregressiveEngine
-from segue.engines.autoregressive.hold import Pieces, turn_seed
+from segue.engines.autoregressive.hold import Pieces
 from segue.engines.autoregressive.output import TokenOutput
 from segue.engines.autoregressive.speculation.ngram import NgramDrafter
 from segue.engines.autoregressive.speculation.speculation import Speculation
 from segue.engines.contract import Payload
 from segue.messages.errors import InvalidRequest, StageFailed, TooLong
-from segue.messages.sampling import SamplingParams
+from segue.messages.sampling import SamplingParams, turn_seed
 from segue.messages.units import TurnEnd, Unit
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
