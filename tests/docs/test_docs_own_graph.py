@@ -21,13 +21,15 @@ PAGE = ROOT / "docs" / "own-graph.md"
 
 
 def test_the_code_is_that_of_the_example() -> None:
-    shown = next(block for block in of("python") if block.page == PAGE)
-    example = (ROOT / "examples" / "assistant" / "assistant.py").read_text()
-    assert shown.body.strip() in example
-    assert len(example.splitlines()) <= 60
+    for name in ("assistant", "illustrator"):
+        example = (ROOT / "examples" / name / f"{name}.py").read_text()
+        assert any(block.body.strip() in example for block in of("python") if f'ModelGraph("{name}")' in block.body)
+        assert len(example.splitlines()) <= 60
 
 
 def test_the_arguments_are_all() -> None:
+    listed = [name for row in rows(PAGE, "## Conditions and loops") for name in names(row[0])]
+    assert listed == list(inspect.signature(ModelGraph.edge).parameters)[-3:]
     listed = [name for row in rows(PAGE, "## Models") for name in names(row[0])]
     assert listed == list(inspect.signature(ModelGraph.model).parameters)[1:]
     text = PAGE.read_text()
