@@ -4,6 +4,7 @@ Asks every prompt at least once, and goes on for so many seconds; prints one JSO
 """
 
 import hashlib
+import http.client
 import itertools
 import json
 import sys
@@ -35,6 +36,8 @@ def ask(url: str, prompt: str) -> dict[str, Any]:
         answer["audio_bytes"] = len(audio)
     except urllib.error.HTTPError as error:
         answer |= {"status": error.code, "error": json.load(error)["error"]["message"]}
+    except (OSError, http.client.HTTPException) as error:  # no answer: a test must see that too
+        answer |= {"status": 0, "error": repr(error)}
     return {**answer, "seconds": time.monotonic() - began}
 
 

@@ -78,6 +78,18 @@ class Host:
 
 
 @contextmanager
+def parted(*hosts: Host) -> Iterator[None]:
+    """Let these hosts reach all others, but not each other: the bridge drops their frames."""
+    for host in hosts:
+        _ip("-n", host.switch, "link", "set", host.port, "type", "bridge_slave", "isolated", "on")
+    try:
+        yield
+    finally:
+        for host in hosts:
+            _ip("-n", host.switch, "link", "set", host.port, "type", "bridge_slave", "isolated", "off")
+
+
+@contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
     """Make so many hosts, 10.77.0.1 and so on, and remove them."""
     need_namespaces()

@@ -19,7 +19,7 @@ from segue.orchestrator.client_queue import ClientQueue
 from segue.orchestrator.request_state import RequestState, StageState
 from segue.orchestrator.workers.affinity import BLOCK_BYTES, BLOCK_IDS, PrefixMemory, Sessions, prefix_of
 from segue.orchestrator.workers.replicas import Replica, Replicas
-from segue.orchestrator.workers.router import Router
+from segue.orchestrator.workers.router import Router, Unplaced
 from segue.orchestrator.workers.routing import QUEUED, SCORES, Asked, Candidate, choose, load, slack_of
 
 candidates = st.builds(
@@ -128,7 +128,9 @@ class Routed:
     def begin(self, request: Request) -> Replica | None:
         state = RequestState(request, {}, "llm", ClientQueue(1 << 20))
         state.stages = {"llm": StageState((INPUT,), ())}
-        replica = self.router.choose(state, ("llm",))
+        state.waiting = {"llm"}
+        placed = self.router.place(state)
+        replica = None if isinstance(placed, Unplaced) else placed["llm",]
         if replica is not None:
             self.requests[state.id] = state
             state.stages["llm"].worker = replica.worker

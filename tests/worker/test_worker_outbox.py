@@ -234,3 +234,19 @@ def test_without_a_place_to_write_the_request_is_no_longer_kept(tmp_path: Path) 
     assert store.in_memory == 0
     store.append(("r", "a", "b"), {"t": torch.zeros(100)}, 400, final=True)
     assert store.replay(("r", "a", "b")) is None
+
+
+def test_what_an_abandoned_attempt_sent_is_freed(tmp_path: Path) -> None:
+    wire = Wire(Slots(9))
+    channel = Channel(wire.slots, None, budget=8, retain=True)
+    outbox = Outbox({EDGE: channel}, RetainedStore(1 << 20, str(tmp_path)), wire.send)
+    outbox.open("r", SOURCE, TARGET)
+    for number in range(3):
+        outbox.push("r", "a", "b", {"n": number}, final=False)
+    assert channel.in_flight
+    assert outbox.waiting()
+    outbox.abandon("r", "a", SOURCE.attempt - 1)
+    assert outbox.waiting()
+    outbox.abandon("r", "a", SOURCE.attempt)
+    assert not outbox.waiting()
+    assert channel.in_flight == outbox.retained.in_memory == 0

@@ -19,6 +19,9 @@ SERVER = "server"
 SILENCE_SECONDS = 15
 """After which the kernel gives up a connection whose other host answers nothing."""
 
+_CONNECT_SECONDS = 3
+"""After which an attempt to connect is given up and the next one begins; the kernel's own pauses grow to a minute."""
+
 
 class Network(msgspec.Struct, frozen=True):
     """What a process of a system over several hosts needs to reach the others."""
@@ -62,6 +65,7 @@ def protect(socket: zmq.Socket[Any], public: bytes, secret: bytes, *, listens: b
         socket.curve_server = True
     else:
         socket.curve_serverkey = public
+        socket.connect_timeout = 1000 * _CONNECT_SECONDS
     socket.tcp_keepalive = 1
     socket.tcp_keepalive_idle = SILENCE_SECONDS // 3
     socket.tcp_keepalive_intvl = SILENCE_SECONDS // 3

@@ -1,9 +1,9 @@
 """Every control message that crosses a process, and the one codec for them (msgpack by msgspec).
 
-    orchestrator → worker   Begin, Return, Close, Append, Throttle, Resend, Forgo, Moved, Drop, PeerLost, LoadAdapter,
-                            UnloadAdapter, Ping, Shutdown
-    worker → orchestrator   Loading, Ready, StartFailed, Progress, InputDone, InputLost, StageDone, Failed, Stats,
-                            AdapterLoaded
+    orchestrator → worker   Begin, Return, Close, Append, Throttle, Resend, Forgo, Moved, Abandon, Drop, PeerLost,
+                            LoadAdapter, UnloadAdapter, Ping, Shutdown
+    worker → orchestrator   Loading, Ready, StartFailed, Progress, InputDone, InputLost, Unreachable, Reachable,
+                            StageDone, Failed, Stats, AdapterLoaded
     worker → worker         Chunk, Consumed
 
 Payloads never travel here: a `Chunk` carries the connector's metadata. Every message about a request carries the
@@ -122,6 +122,14 @@ class Moved(msgspec.Struct, tag=True):
     request_id: str
     source: Peer
     target: str
+
+
+class Abandon(msgspec.Struct, tag=True):
+    """A stage goes on in another worker: end the attempts up to this one, and free what they hold."""
+
+    request_id: str
+    stage: str
+    attempt: int
 
 
 class Drop(msgspec.Struct, tag=True):
@@ -253,6 +261,22 @@ class InputLost(msgspec.Struct, tag=True):
     source: str
 
 
+class Unreachable(msgspec.Struct, tag=True):
+    """A worker's connection to another one was lost, and messages with it, or none could be made."""
+
+    worker: str
+    """The reporting worker."""
+    address: str
+    """The other's inbox."""
+
+
+class Reachable(msgspec.Struct, tag=True):
+    """The opposite of the last `Unreachable` with the same address."""
+
+    worker: str
+    address: str
+
+
 class StageDone(msgspec.Struct, tag=True):
     worker: str
     request_id: str
@@ -336,6 +360,7 @@ ToWorker = (
     | Resend
     | Forgo
     | Moved
+    | Abandon
     | Drop
     | PeerLost
     | LoadAdapter
@@ -346,7 +371,18 @@ ToWorker = (
     | Consumed
 )
 ToOrchestrator = (
-    Loading | Ready | StartFailed | Progress | InputDone | InputLost | StageDone | Failed | Stats | AdapterLoaded
+    Loading
+    | Ready
+    | StartFailed
+    | Progress
+    | InputDone
+    | InputLost
+    | Unreachable
+    | Reachable
+    | StageDone
+    | Failed
+    | Stats
+    | AdapterLoaded
 )
 
 _encoder = msgspec.msgpack.Encoder()

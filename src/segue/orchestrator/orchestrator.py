@@ -35,6 +35,7 @@ from segue.messages.process import ModelSource
 from segue.messages.request import Piece, Request
 from segue.messages.sampling import SamplingParams, merged
 from segue.messages.wire import (
+    Abandon,
     Drop,
     Emission,
     Failed,
@@ -42,18 +43,23 @@ from segue.messages.wire import (
     InputDone,
     InputLost,
     Progress,
+    Reachable,
     StageDone,
     Stats,
     ToOrchestrator,
+    Unreachable,
 )
 from segue.orchestrator.client_queue import ClientQueue
-from segue.orchestrator.request_state import RequestState, stages_to_rerun
+from segue.orchestrator.request_state import RequestState, stages_across, stages_to_rerun
 from segue.orchestrator.stage_messages import Addressed, appended, begins, closed, resent, returned, throttled
 from segue.orchestrator.workers.replicas import Replica
-from segue.orchestrator.workers.router import Router, has_media
+from segue.orchestrator.workers.router import Router, Unplaced, has_media
 from segue.orchestrator.workers.supervisor import OnProgress, Supervisor
 
 log = logging.getLogger(__name__)
+
+LINK_PATIENCE = 5.0
+"""Seconds that a request waits for nodes to reach each other again, if no others can serve it."""
 
 
 class Orchestrator:
@@ -274,24 +280,26 @@ class Orchestrator:
     def _launch(self, state: RequestState, names: set[str]) -> None:
         """Start or restart stages as soon as each has a ready worker."""
         state.waiting |= names
-        chosen: dict[tuple[str, ...], Replica] = {}
-        for name in state.waiting:
-            group = self.replicas.group_of(stage_of(name))
-            if group in chosen:
-                continue
-            replica = self._router.choose(state, group)
-            if replica is None:
-                if self.replicas.hopeless(stage_of(name)):
-                    stage = stage_of(name)
-                    self._end(state, StageLost(f"stage {stage!r} could not be restarted", stage=stage))
-                elif only_reads(group):
-                    self._unread[state.id] = None  # `_read` calls this again
-                return  # `worker_ready` calls this again
-            chosen[group] = replica
+        chosen = self._router.place(state)
+        if isinstance(chosen, Unplaced):
+            stage = chosen.group[-1]
+            if chosen.cut:
+                self._await_link(state)
+            elif self.replicas.hopeless(stage):
+                self._end(state, StageLost(f"stage {stage!r} could not be restarted", stage=stage))
+            elif only_reads(chosen.group):
+                self._unread[state.id] = None  # `_read` calls this again
+            return  # `worker_ready` calls this again
+        if state.patience is not None:
+            state.patience.cancel()
+            state.patience = None
         begin, state.waiting = state.waiting, set()
         for name in begin:
             stage_state, replica = state.stages[name], chosen[self.replicas.group_of(stage_of(name))]
-            before, stage_state.worker, stage_state.address = stage_state.worker, replica.worker, replica.address
+            before = self.replicas.by_worker(stage_state.worker)
+            if before is not None and before is not replica and before.alive:
+                self.supervisor.send(before.address, Abandon(state.id, name, stage_state.attempt))
+            stage_state.worker, stage_state.address = replica.worker, replica.address
             stage_state.attempt += 1
             stage_state.done = False
             stage_state.inputs_done.clear()
@@ -305,12 +313,11 @@ class Orchestrator:
             self._router.given(state, replica)
         self._send(*begins(state, begin))
 
-    def _at_rest(self, state: RequestState, worker: str) -> None:
+    @staticmethod
+    def _at_rest(state: RequestState, replica: Replica | None) -> None:
         """Record that a worker has nothing left to do for a request, if that is so."""
-        if all(stage.done for stage in state.stages.values() if stage.worker == worker):
-            replica = self.replicas.by_worker(worker)
-            if replica is not None:
-                replica.working.discard(state.id)
+        if replica is not None and all(stage.done for stage in state.stages.values() if stage.worker == replica.worker):
+            replica.working.discard(state.id)
 
     def _throttle(self, state: RequestState) -> None:
         """Pause the stages that answer the client while it is behind; let them go on when it has caught up."""
@@ -333,14 +340,14 @@ class Orchestrator:
             return
         self._left.set()
         self._unread.pop(state.id, None)
-        if state.timer is not None:
-            state.timer.cancel()
-        workers = state.workers()
+        for timer in filter(None, (state.timer, state.patience)):
+            timer.cancel()
         for replica in self.replicas.all:
-            replica.requests.discard(state.id)
             replica.working.discard(state.id)
-            if replica.worker in workers and replica.alive:
-                self._send((replica.address, Drop(state.id)))
+            if state.id in replica.requests:  # it has, or had, some of its stages
+                replica.requests.discard(state.id)
+                if replica.alive:
+                    self._send((replica.address, Drop(state.id)))
         state.queue.put(error if error is not None else state.finished())
         self._note_idle()
         self.supervisor.moves.request_left()
@@ -363,13 +370,15 @@ class Orchestrator:
                     except SegueError as error:
                         self._end(state, error)
                         return
-                    self._at_rest(state, message.worker)
+                    self._at_rest(state, self.replicas.by_worker(message.worker))
                     self._proceed(state)
             case InputDone():
                 if state := self._current(message.worker, message.request_id, message.stage, message.attempt):
                     state.stages[message.stage].inputs_done.add(message.source)
             case InputLost():
                 self._on_input_lost(message)
+            case Unreachable() | Reachable():
+                self._on_link(message)
             case Failed():
                 self._read(message)
                 if state := self._current(message.worker, message.request_id, message.stage, message.attempt):
@@ -436,9 +445,54 @@ class Orchestrator:
         state.blamed.add(state.stages[message.source].worker)
         self._lost(state, {message.stage, message.source}, stage_of(message.source))
 
+    def _on_link(self, message: Unreachable | Reachable) -> None:
+        """Handle a lost connection between two workers, or its return. Messages that were on their way are lost with
+        it: what has yet to come over it is made again, by workers that reach each other."""
+        here, there = self.replicas.by_worker(message.worker), self.replicas.by_address(message.address)
+        if here is None or there is None or not (here.alive and there.alive):
+            return  # the supervisor finds out, or has
+        if isinstance(message, Reachable):
+            log.warning("worker %s reaches %s again", here.worker, there.worker)
+            self._router.links.back(here, there)
+            self._launch_waiting()
+            return
+        log.warning("worker %s (%s) cannot reach %s (%s)", here.worker, here.node, there.worker, there.node)
+        self._router.links.lost(here, there)
+        ends = {here.worker, there.worker}
+        for state in list(self.requests.values()):
+            across = stages_across(state.stages, here.worker, there.worker)
+            if not across - state.waiting:
+                continue
+            # fused stages stay together
+            groups = {self._group(name) for name in across}
+            again = {name for name, stage in state.stages.items() if stage.worker and self._group(name) in groups}
+            known = bool(state.blamed & ends)
+            state.blamed = state.blamed - ends if known else state.blamed | ends
+            self._lost(state, again, there.group[-1], counted=known)
+
+    def _group(self, visit: str) -> tuple[str, ...]:
+        return self.replicas.group_of(stage_of(visit))
+
+    def _await_link(self, state: RequestState) -> None:
+        """End a request with an error, unless its stages can be placed within `LINK_PATIENCE`."""
+        if state.patience is not None:
+            return
+
+        def over() -> None:
+            state.patience = None
+            unplaced = self._router.place(state)
+            if isinstance(unplaced, Unplaced) and unplaced.cut:
+                stage = unplaced.group[-1]
+                lost = self._router.links.names()
+                what = f"stage {stage!r} cannot exchange data with others: no connection between {lost}"
+                self._end(state, StageLost(what, stage=stage))
+
+        state.patience = self._loop.call_later(LINK_PATIENCE, over)
+
     def worker_lost(self, what: str, *, planned: bool = False) -> None:
         """Restart every affected request on other workers after a death, or fail it if its retries are spent."""
         alive = self.replicas.alive()
+        self._router.links.keep(alive)
         for state in list(self.requests.values()):
             if state.given() and not state.workers() <= alive:
                 self._end(state, None)  # the client has everything; only the dead workers' reports are lost

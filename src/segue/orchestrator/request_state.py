@@ -85,6 +85,17 @@ def stages_to_rerun(stages: dict[str, StageState], alive: set[str], start: Itera
     return again
 
 
+def stages_across(stages: dict[str, StageState], one: str, other: str) -> set[str]:
+    """Return the stages at both ends of each edge between two workers over which input has yet to come."""
+    return {
+        end
+        for name, stage in stages.items()
+        for up in stage.upstreams
+        if {stage.worker, stages[up].worker} == {one, other} and not stage.done and up not in stage.inputs_done
+        for end in (name, up)
+    }
+
+
 @dataclass(slots=True)
 class RequestState:
     """The orchestrator's whole state of a request, from admission until its end."""
@@ -115,7 +126,8 @@ class RequestState:
     losses: Counter[str] = field(default_factory=Counter)
     """Stage → how often its worker was lost during this request."""
     blamed: set[str] = field(default_factory=set)
-    """Workers whose payloads were found missing; if one turns out to be dead, that counts as one loss, not two."""
+    """Workers whose payloads were found missing, or that a connection was lost to; if one turns out to be dead, that
+    counts as one loss, not two."""
     usage: Usage = field(default_factory=Usage)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     ends: list[OutputEnd] = field(default_factory=list)
@@ -123,6 +135,9 @@ class RequestState:
     ends_sent: set[int] = field(default_factory=set)
     """Outputs of the main stage whose ends have been sent to the client."""
     timer: asyncio.TimerHandle | None = None
+    """Of its deadline."""
+    patience: asyncio.TimerHandle | None = None
+    """Set while it waits for nodes that cannot reach each other."""
     prefix: list[bytes] | None = None
     """Hash chain of its prompt, once a stage is routed by it (`segue.orchestrator.workers.affinity`)."""
 

@@ -6,6 +6,7 @@ and sends the result. It waits only on the inbox, and only when no engine has wo
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict, deque
 
@@ -16,6 +17,7 @@ from segue.messages.addresses import node_of
 from segue.messages.errors import Cancelled, InvalidRequest, SegueError
 from segue.messages.process import WorkerSpec
 from segue.messages.wire import (
+    Abandon,
     Append,
     Begin,
     Chunk,
@@ -33,6 +35,7 @@ from segue.messages.wire import (
     PeerLost,
     Ping,
     Progress,
+    Reachable,
     Ready,
     Resend,
     Return,
@@ -42,6 +45,7 @@ from segue.messages.wire import (
     ToOrchestrator,
     ToWorker,
     UnloadAdapter,
+    Unreachable,
     decode_for_worker,
     encode,
 )
@@ -52,6 +56,8 @@ from segue.worker.edges.outbox import Outbox
 from segue.worker.edges.peers import Peers
 from segue.worker.meter import Meter
 from segue.worker.stage import StageRunner, Unused, Visit, as_stage_error, end_of, engine_id, facts_of, load_adapter
+
+log = logging.getLogger(__name__)
 
 REMEMBER_DROPPED = 4096
 """Number of ids of finished requests to remember, so that their late messages are recognized."""
@@ -93,6 +99,8 @@ class Worker:
                 self.handle(decode_for_worker(data))
             while self.local:
                 self.handle(self.local.popleft())
+            for address, reachable in self.peers.changes():
+                self.on_link(address, reachable=reachable)
             for chunk, found in self.arrivals.poll():
                 self.on_landed(chunk, found)
             for stage in self.stages.values():
@@ -243,6 +251,8 @@ class Worker:
                 self.on_append(message)
             case Throttle():
                 self.on_throttle(message)
+            case Abandon():
+                self.on_abandon(message)
             case Drop():
                 self.on_drop(message.request_id)
             case Resend():
@@ -270,10 +280,8 @@ class Worker:
             return
         stage = self.stages[stage_of(begin.stage)]
         known = engine_id(request_id, begin.stage)
-        if old := stage.visits.pop(known, None):  # an earlier attempt in this very worker
-            stage.engine.cancel(known)
-            old.release()
-            self.arrivals.drop(request_id, begin.stage)
+        if old := stage.visits.get(known):  # an earlier attempt in this very worker
+            self.discard(stage, known, old)
         self_peer = Peer(begin.stage, self.name, self.address, begin.attempt)
         for target in begin.downstreams:
             self.outbox.open(request_id, self_peer, target)
@@ -285,6 +293,33 @@ class Worker:
             self.tell_failed(begin, as_stage_error(error, stage.plan.name))
             return
         self.take_early(request_id)
+
+    def discard(self, stage: StageRunner, known: str, visit: Visit) -> None:
+        """Remove a visit that the engine is not done with. `known`: its id in the engine."""
+        stage.engine.cancel(known)
+        del stage.visits[known]
+        visit.release()
+        self.arrivals.drop(visit.request_id, visit.begin.stage)
+
+    def on_abandon(self, message: Abandon) -> None:
+        """Free what a request has in a stage that goes on in another worker. Its id is not dropped: it may return."""
+        stage, known = self.stages[stage_of(message.stage)], engine_id(message.request_id, message.stage)
+        visit = stage.visits.get(known)
+        if visit is not None and visit.begin.attempt <= message.attempt:
+            self.discard(stage, known, visit)
+            if is_input(message.stage):  # as in on_drop
+                self.tell_failed(visit.begin, Cancelled("it goes on elsewhere"))
+        self.outbox.abandon(message.request_id, message.stage, message.attempt)
+        self.meter.touch()
+
+    def on_link(self, address: str, *, reachable: bool) -> None:
+        """Report that a peer on another host can be reached again, or no more."""
+        if address != self.orchestrator:
+            self.tell((Reachable if reachable else Unreachable)(self.name, address))
+        elif not reachable:
+            # reports may be lost, and with them the end of a request: a new incarnation starts from the journal
+            log.error("the connection to the server was lost; this worker ends, to be started again")
+            self.running = False
 
     def on_return(self, message: Return) -> None:
         """Let a request visit a stage again, whose sequence holds; after the visits before, if they are not over."""

@@ -88,6 +88,10 @@ class Replicas:
         """Return the replica whose current incarnation has this name."""
         return next((replica for replica in self.all if replica.worker == worker), None)
 
+    def by_address(self, address: str) -> Replica | None:
+        """Return the replica whose current incarnation has this inbox."""
+        return next((replica for replica in self.all if replica.address == address), None)
+
     def alive(self) -> set[str]:
         """Return the names of the incarnations that serve requests."""
         return {replica.worker for replica in self.all if replica.alive}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from itertools import count
 
 from segue.graph.deployment.deployment import Plan
@@ -10,8 +11,21 @@ from segue.graph.parts import only_reads, stage_of
 from segue.messages.wire import Stats
 from segue.orchestrator.request_state import RequestState
 from segue.orchestrator.workers.affinity import Sessions, prefix_of
+from segue.orchestrator.workers.links import Links
 from segue.orchestrator.workers.replicas import Replica, Replicas
 from segue.orchestrator.workers.routing import Asked, Candidate, choose, slack_of
+
+Group = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unplaced:
+    """Why a request waits."""
+
+    group: Group
+    """It has no worker for the request."""
+    cut: bool = False
+    """It has one, but this one is on a node that cannot reach those of other stages."""
 
 
 class Router:
@@ -29,14 +43,68 @@ class Router:
         self._replicas = replicas
         self._requests = requests
         self._stats = stats
+        self.links = Links()
+        """The lost connections."""
         self._sessions = Sessions()
         self._choices = count(1)
 
-    def choose(self, state: RequestState, group: tuple[str, ...]) -> Replica | None:
-        """Return the worker of a group that gets a request; None: the request waits."""
+    def place(self, state: RequestState) -> dict[Group, Replica] | Unplaced:
+        """Return a worker for each group that a request waits for, such that they reach each other and the workers of
+        its running stages."""
+        groups = list(dict.fromkeys(self._replicas.group_of(stage_of(name)) for name in state.waiting))
+        chosen: dict[Group, Replica] = {}
+        for group in groups:
+            replica = self._choose(state, group)
+            if replica is None:
+                return Unplaced(group)
+            chosen[group] = replica
+        if self.links.whole():
+            return chosen
+        return self._connected(state, groups, {}) or Unplaced(groups[0], cut=True)
+
+    def _connected(
+        self, state: RequestState, groups: Sequence[Group], chosen: dict[Group, Replica]
+    ) -> dict[Group, Replica] | None:
+        """Return `chosen` and workers for `groups`, of which none is cut off from another; None if there are none."""
+        if not groups:
+            return chosen
+        near = list(self._near(state, groups[0], chosen))
+        barred = {
+            replica.worker
+            for replica in self._replicas.of_group(groups[0])
+            if any(self.links.cut(replica.node, other.node) for other in near)
+        }
+        while replica := self._choose(state, groups[0], barred):
+            found = self._connected(state, groups[1:], {**chosen, groups[0]: replica})
+            if found is not None:
+                return found
+            barred.add(replica.worker)
+        return None
+
+    def _near(self, state: RequestState, group: Group, chosen: Mapping[Group, Replica]) -> Iterator[Replica]:
+        """Yield the workers with which a group's waiting stages will exchange chunks, as far as they are chosen."""
+        for name in state.waiting:
+            if self._replicas.group_of(stage_of(name)) != group:
+                continue
+            stage = state.stages[name]
+            receiving = [
+                down
+                for down in stage.downstreams
+                if down in state.waiting or not (state.stages[down].done or name in state.stages[down].inputs_done)
+            ]
+            for other in (*stage.upstreams, *receiving):
+                if other in state.waiting:
+                    replica = chosen.get(self._replicas.group_of(stage_of(other)))
+                else:
+                    replica = self._replicas.by_worker(state.stages[other].worker)
+                if replica is not None:
+                    yield replica
+
+    def _choose(self, state: RequestState, group: Group, barred: Set[str] = frozenset()) -> Replica | None:
+        """Return the worker of a group that gets a request, none of `barred`; None: the request waits."""
         workers = self._replicas.of_group(group)
         routing = self._plan.stages[group[0]].routing
-        held = {stage.worker for visit, stage in state.stages.items() if stage_of(visit) in group}
+        held = {stage.worker for visit, stage in state.stages.items() if stage_of(visit) in group} - barred
         chain = self._chain(state) if "prefix" in routing and len(workers) > 1 else []
         session = self._sessions.worker(_session(state, group)) if state.request.session else None
         candidates = []
@@ -46,7 +114,8 @@ class Router:
                 Candidate(
                     worker=replica.worker,
                     # stages of one worker stay together until it ends
-                    ready=replica.state == "ready" or (replica.alive and replica.worker in held),
+                    ready=replica.worker not in barred
+                    and (replica.state == "ready" or (replica.alive and replica.worker in held)),
                     waiting=waiting,
                     running=running,
                     reading_media=any(replica.reading.values()),
@@ -83,7 +152,7 @@ class Router:
         waiting = max(mine - self._max_batch(replica.group), min(mine, queued))
         return waiting, mine - waiting
 
-    def _max_batch(self, group: tuple[str, ...]) -> int:
+    def _max_batch(self, group: Group) -> int:
         return max(self._plan.stages[stage].max_batch for stage in group)
 
     @staticmethod
@@ -96,7 +165,7 @@ class Router:
         others = (self._requests[other] for other in replica.requests if other != state.id)
         return any(self._last_try(other, replica.group) for other in others)
 
-    def _last_try(self, state: RequestState, group: tuple[str, ...]) -> bool:
+    def _last_try(self, state: RequestState, group: Group) -> bool:
         return any(0 < state.losses[stage] == self._plan.limits.max_retries for stage in group)
 
 
@@ -106,5 +175,5 @@ def has_media(state: RequestState) -> bool:
     return bool(request.prompt_embeds or request.media_kinds() or request.embedded())
 
 
-def _session(state: RequestState, group: tuple[str, ...]) -> tuple[str, ...]:
+def _session(state: RequestState, group: Group) -> tuple[str, ...]:
     return (*group, state.request.tenant, state.request.session)

@@ -120,6 +120,12 @@ class Outbox:
         """Free what waits for a target that the request does not visit."""
         self._close((request_id, source, target))
 
+    def abandon(self, request_id: str, source: str, attempt: int) -> None:
+        """Free what was made by the attempts of a stage up to this one: it goes on in another worker."""
+        for key, flow in list(self._flows.items()):
+            if key[:2] == (request_id, source) and flow.source.attempt <= attempt:
+                self._close(key)
+
     def consumed(self, request_id: str, source: str, target: Peer, seq: int, *, finished: bool) -> None:
         """Handle the report that the downstream stage has used chunks up to `seq`, or has finished the request."""
         flow = self._flows.get((request_id, source, target.stage))

@@ -1,12 +1,50 @@
-"""A worker's ZeroMQ sockets: one inbox for all senders, and one push socket per address it writes to."""
+"""A worker's ZeroMQ sockets: one inbox for all senders, and one push socket per address it writes to.
+
+A connection to another host may be lost, and the messages that were on their way with it; a new one is then made. So
+connections to other hosts are watched, and `changes` says which were lost and which are back.
+"""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from segue.messages.addresses import Network, endpoint, joined, node_of, port_of, protect
+from segue.messages.addresses import SILENCE_SECONDS, Network, endpoint, joined, node_of, port_of, protect
+
+
+@dataclass(slots=True)
+class _Link:
+    """The connection to a peer on another host."""
+
+    events: zmq.Socket[bytes]
+    """What happens to it, from libzmq."""
+    connecting: float | None
+    """time.monotonic() since which it is being made; None: it is there."""
+    lost: bool = False
+    """Reported as lost."""
+
+    def happened(self, event: int) -> bool | None:
+        """Record an event. Returns whether the peer is reachable, if that is news."""
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.connecting = None
+            back, self.lost = self.lost, False
+            return True if back else None
+        if event == zmq.EVENT_DISCONNECTED and self.connecting is None:
+            self.connecting, self.lost = time.monotonic(), True
+            return False
+        return None
+
+    def overdue(self) -> bool:
+        """Whether it could not be made for `SILENCE_SECONDS`, and this is not reported."""
+        if self.lost or self.connecting is None or time.monotonic() - self.connecting < SILENCE_SECONDS:
+            return False
+        self.lost = True
+        return True
 
 
 class Peers:
@@ -25,6 +63,11 @@ class Peers:
             self.address = joined(network, inbox, f"tcp://{network.host}:{port_of(self._inbox)}")
         self._inbox.bind(inbox)
         self._out: dict[str, zmq.Socket[bytes]] = {}
+        self._links: dict[str, _Link] = {}
+        """Address → the connection to it, if it is on another host."""
+        self._poller = zmq.Poller()
+        """Of the inbox and the events of all links."""
+        self._poller.register(self._inbox, zmq.POLLIN)
         self._dead: set[str] = set()
         """Addresses of dead incarnations, which are never reused; a socket to one would try to connect forever."""
 
@@ -33,9 +76,18 @@ class Peers:
             return
         socket = self._out.get(address)
         if socket is None:
-            socket = self._push(endpoint(address, self.node))
-            self._out[address] = socket
+            socket = self._out[address] = self._open(address)
         socket.send(data)
+
+    def _open(self, address: str) -> zmq.Socket[bytes]:
+        if node_of(address) == self.node:
+            return self._push(endpoint(address, self.node))
+        socket = self._unconnected()
+        events = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._links[address] = _Link(events, time.monotonic())
+        self._poller.register(events, zmq.POLLIN)
+        socket.connect(endpoint(address, self.node))
+        return socket
 
     @property
     def node(self) -> str:
@@ -47,11 +99,38 @@ class Peers:
         self._dead.add(address)
         socket = self._out.pop(address, None)
         if socket is not None:
+            self._unwatch(address, socket)
             socket.close(linger=0)
 
+    def _unwatch(self, address: str, socket: zmq.Socket[bytes]) -> None:
+        if link := self._links.pop(address, None):
+            self._poller.unregister(link.events)
+            socket.disable_monitor()
+            link.events.close(linger=0)
+
+    def changes(self) -> list[tuple[str, bool]]:
+        """Return (address, reachable) of the peers on other hosts to which a connection was lost, or that could not be
+        reached for `SILENCE_SECONDS` (false), and of those that were lost and can be reached again (true), in order."""
+        found: list[tuple[str, bool]] = []
+        for address, link in self._links.items():
+            while link.events.poll(0):
+                if (news := link.happened(recv_monitor_message(link.events)["event"])) is not None:
+                    found.append((address, news))
+            if link.overdue():
+                found.append((address, False))
+        return found
+
+    def _wait(self) -> None:
+        """Return when there is a message, a link has changed, or one may be overdue."""
+        starts = [link.connecting for link in self._links.values() if not link.lost and link.connecting is not None]
+        left = min(starts) + SILENCE_SECONDS - time.monotonic() if starts else None
+        self._poller.poll(None if left is None else max(0, math.ceil(1000 * left)))
+
     def receive(self, *, wait: bool) -> Iterator[bytes]:
-        """Yield all received messages; with `wait`, wait for at least one, or for `wake`."""
-        if wait and (data := self._inbox.recv()):
+        """Yield all received messages; with `wait`, wait for at least one, for `wake`, or for `changes`."""
+        if wait and self._links:
+            self._wait()
+        elif wait and (data := self._inbox.recv()):
             yield data
         while True:
             try:
@@ -71,16 +150,21 @@ class Peers:
                 raise
 
     def _push(self, where: str) -> zmq.Socket[bytes]:
+        socket = self._unconnected()
+        socket.connect(where)
+        return socket
+
+    def _unconnected(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.PUSH)
         socket.set_hwm(0)
         if self._network is not None:
             protect(socket, self._network.public, self._network.secret, listens=False)
-        socket.connect(where)
         return socket
 
     def close(self, patience: float = 1.0) -> None:
         """Flush sent messages, waiting at most `patience` seconds for peers that may be gone."""
-        for socket in self._out.values():
+        for address, socket in self._out.items():
+            self._unwatch(address, socket)
             socket.close(linger=round(1000 * patience))
         self._out.clear()
         self._inbox.close(linger=0)
