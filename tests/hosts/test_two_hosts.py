@@ -61,6 +61,21 @@ def test_a_node_that_dies_costs_no_answer(spread: Hosts, victim: str) -> None:
 
 
 @pytest.mark.nightly
+def test_a_killed_fork_server_of_the_server_costs_no_answer_and_no_node(spread: Hosts) -> None:
+    right = spread.ask(*PROMPTS)
+    joined, ready = spread.count("has joined"), spread.count(r"counter\.0-\d+ \(server\) is ready")
+    worker = next(worker for name, worker in spread.processes("node1").items() if name.startswith("segue-tone"))
+    clients = spread.asking(*PROMPTS, seconds=4, parallel=6)
+    time.sleep(1)
+    spread.processes("server")["forks"].kill()
+    all_right(spread, right, spread.answers(clients))
+    spread.wait(r"counter\.0-\d+ \(server\) is ready", ready + 1)
+    assert worker.is_running()
+    assert spread.count("has joined") == joined
+    assert spread.ask(*PROMPTS) == right
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("seconds", [5, 20])
 def test_a_link_that_is_down_for_a_while_costs_no_answer(spread: Hosts, seconds: int) -> None:
     """5 s: nothing is lost and nobody restarted. 20 s: the node is taken for lost, and fenced when it comes back."""

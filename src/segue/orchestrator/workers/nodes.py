@@ -153,6 +153,10 @@ class NodePlacement:
         else:
             self._order(node, Kill(pid))
 
+    async def restart(self) -> None:
+        """Prepare again to spawn workers on this host; those of the nodes go on."""
+        await self._local.restart()
+
     async def close(self) -> None:
         """End all workers, on every host. The agents stay, and join again when there is a server again."""
         for node in self._nodes.values():

@@ -67,6 +67,9 @@ class Placement(Protocol):
     def kill(self, pid: int, node: str) -> None:
         """SIGKILL a worker."""
 
+    async def restart(self) -> None:
+        """Prepare again to spawn workers on this host, after `on_lost`; raises as `start`. `runtime_dir` is another."""
+
     async def close(self) -> None:
         """End all processes that still run."""
 
@@ -175,6 +178,10 @@ class LocalPlacement:
 
     def kill(self, pid: int, node: str) -> None:
         self._send(Kill(pid))
+
+    async def restart(self) -> None:
+        await self.close()
+        await self.start()
 
     async def close(self) -> None:
         self._closing = True

@@ -42,6 +42,8 @@ class Replica:
     """It finishes what it has, before its process ends and another one starts for another stage."""
     failures: int = 0
     """Number of successive deaths before it was ready."""
+    buried: bool = False
+    """This incarnation is dead, and the next one is not spawned yet; what it still says does not count."""
 
     @property
     def worker(self) -> str:
@@ -85,8 +87,8 @@ class Replicas:
         return self._by_stage[stage][0].group
 
     def by_worker(self, worker: str) -> Replica | None:
-        """Return the replica whose current incarnation has this name."""
-        return next((replica for replica in self.all if replica.worker == worker), None)
+        """Return the replica whose current incarnation has this name and is not known to be dead."""
+        return next((replica for replica in self.all if replica.worker == worker and not replica.buried), None)
 
     def by_address(self, address: str) -> Replica | None:
         """Return the replica whose current incarnation has this inbox."""

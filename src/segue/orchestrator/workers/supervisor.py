@@ -148,7 +148,8 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._watch: asyncio.TimerHandle | None = None
         self._started: asyncio.Future[None] | None = None
-        self._address = ""
+        self._local = self._remote = self._address = ""
+        """The inbox's endpoints, and its address."""
         self._network: Network | None = None
 
     def _place(self, preload: list[str], listen: Listen | None) -> Placement:
@@ -205,23 +206,28 @@ class Supervisor:
     async def _open(self) -> None:
         """Start the fork server, bind the inbox, spawn every replica."""
         await self._placement.start()
-        self._address = f"ipc://{self._placement.runtime_dir}/orchestrator"
-        assert self._context is not None, "opened by `start`, and again when the fork server was lost"
+        assert self._context is not None, "made by `start`"
         self._inbox = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
         self._inbox.set_hwm(0)
         host = self._placement.host(SERVER)
         assert host is not None, "this host is always there"
-        self._network = network = host.network
-        if network is not None:
-            protect(self._inbox, network.public, network.secret, listens=True)
-        self._inbox.bind(self._address)
-        if network is not None:
-            self._inbox.bind(f"tcp://{network.host}:*")
-            self._address = joined(network, self._address, f"tcp://{network.host}:{port_of(self._inbox)}")
+        self._network = host.network
+        if self._network is not None:
+            protect(self._inbox, self._network.public, self._network.secret, listens=True)
+            self._inbox.bind(f"tcp://{self._network.host}:*")
+            self._remote = f"tcp://{self._network.host}:{port_of(self._inbox)}"
+        self._listen_here()
         self._spawn_task(self._read(self._inbox))
         for replica in self.replicas.all:
             self.spawn(replica)
         self._watch_over(HangWatch(self._plan.limits.hang_seconds, time.monotonic()))
+
+    def _listen_here(self) -> None:
+        """Bind the inbox in the placement's directory."""
+        assert self._inbox is not None, "made by `_open`"
+        self._local = f"ipc://{self._placement.runtime_dir}/orchestrator"
+        self._inbox.bind(self._local)
+        self._address = self._local if self._network is None else joined(self._network, self._local, self._remote)
 
     async def close(self) -> None:
         """End every process."""
@@ -286,7 +292,7 @@ class Supervisor:
         if host is None:
             replica.state, replica.pid, replica.what = "failed", None, f"waiting for node {replica.node!r}"
             return
-        replica.incarnation += 1
+        replica.incarnation, replica.buried = replica.incarnation + 1, False
         replica.state = "starting" if replica.incarnation == 1 else "restarting"
         replica.pid, replica.loading, replica.what, replica.pinged = None, 0.0, "forking", None
         replica.address = ""  # nobody writes to it before it is ready
@@ -431,7 +437,7 @@ class Supervisor:
     def _bury(self, replica: Replica) -> None:
         """Make sure that nobody writes to this incarnation any more."""
         dead, address = replica.worker, replica.address
-        replica.state = "restarting"
+        replica.state, replica.buried = "restarting", True
         replica.clear()
         self.stats.pop(dead, None)
         self.adapters.lost(dead)
@@ -442,22 +448,24 @@ class Supervisor:
                 self.send(other.address, PeerLost(dead, address))
 
     def _on_placement_lost(self) -> None:
-        """Restart everything after the fork server died, and every worker with it."""
+        """Start this host's workers again after the fork server died, and every one of them with it."""
         if self.stopping or self._fail_start(ConfigError("the fork server died while the stages were loading")):
             return
-        log.error("the fork server died; starting every worker again")
-        self._spawn_task(self._reopen())
-
-    async def _reopen(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
+        log.error("the fork server died; starting every worker of this host again")
         self.moves.abort(StageLost("the fork server died while the worker was moving"))
-        for replica in self.replicas.all:
+        lost = [replica for replica in self.replicas.all if replica.node == SERVER]
+        for replica in lost:
             self._bury(replica)
-        self._close_sockets()
-        await self._placement.close()
-        await self._open()
+        self._spawn_task(self._reopen(lost))
         self._owner.worker_lost("the fork server")
+
+    async def _reopen(self, lost: list[Replica]) -> None:
+        assert self._inbox is not None, "workers die after the start only"
+        self._inbox.unbind(self._local)
+        await self._placement.restart()
+        self._listen_here()
+        for replica in lost:
+            self.spawn(replica)
 
     # ── its own tasks ──────────────────────────────────────────────────────────────────────────────────────────────
 
