@@ -90,6 +90,47 @@ def parted(*hosts: Host) -> Iterator[None]:
 
 
 @contextmanager
+def slow(host: Host, seconds: float, loss: float) -> Iterator[None]:
+    """Put a cable between a host and the bridge that takes `seconds` each way, and loses this part of the frames."""
+    if not os.path.exists("/dev/net/tun"):
+        pytest.skip(
+            "needs TAP devices: /dev/net/tun is missing; `modprobe tun`, in a container with --device /dev/net/tun"
+        )
+    words = [sys.executable, str(Path(__file__).with_name("slow_cable.py")), "near", "far", str(seconds), str(loss)]
+    command = ["ip", "netns", "exec", host.switch, *words]
+    cable = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert cable.stdout is not None
+        assert cable.stdout.readline() == "ready\n"
+        _ip("-n", host.switch, "link", "add", "between", "type", "bridge")
+        _ip("-n", host.switch, "link", "set", "between", "up")
+        _ip("-n", host.switch, "link", "set", "near", "master", "between", "up")
+        _ip("-n", host.switch, "link", "set", "far", "master", "bridge", "up")
+        _ip("-n", host.switch, "link", "set", host.port, "master", "between")
+        yield
+    finally:
+        _ip("-n", host.switch, "link", "set", host.port, "master", "bridge")
+        _ip("-n", host.switch, "link", "del", "between")
+        cable.communicate()
+
+
+@contextmanager
+def narrow(host: Host, rate: str) -> Iterator[None]:
+    """Bound the bandwidth in both directions, e.g. to "10mbit"."""
+    if shutil.which("tc") is None:
+        pytest.skip("needs tc: `apt-get install iproute2`")
+    words = ["root", "tbf", "rate", rate, "burst", "32kb", "latency", "400ms"]
+    ends = [(host.name, host.device), (host.switch, host.port)]
+    for space, device in ends:
+        _run("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", device, *words)
+    try:
+        yield
+    finally:
+        for space, device in ends:
+            _run("ip", "netns", "exec", space, "tc", "qdisc", "del", "dev", device, "root")
+
+
+@contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
     """Make so many hosts, 10.77.0.1 and so on, and remove them."""
     need_namespaces()
@@ -114,5 +155,9 @@ def hosts(count: int) -> Iterator[list[Host]]:
 
 
 def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True)
-    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+    _run("ip", *words)
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"

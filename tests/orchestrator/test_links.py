@@ -87,14 +87,16 @@ def test_a_request_is_placed_where_its_stages_reach_each_other_if_there_is_such_
         assert connected({group[0]: replica for group, replica in placed.items()})
 
 
-def test_only_what_has_yet_to_come_over_a_lost_connection_is_affected() -> None:
+def test_only_what_has_yet_to_come_over_a_lost_link_is_affected() -> None:
     stages = books({name: name for name in NAMES})
-    assert stages_across(stages, "a", "b") == stages_across(stages, "b", "a") == {"a", "b"}
-    assert stages_across(stages, "a", "c") == set()
+    for name, node in {INPUT: "server", "a": "node1", "b": "node2", "c": "node2"}.items():
+        stages[name].address = f"{node} ipc:///{name} tcp://{name}:1"
+    assert stages_across(stages, {"node1", "node2"}) == {"a", "b"}
+    assert stages_across(stages, {"server", "node2"}) == set()
     stages["b"].inputs_done.add("a")
-    assert stages_across(stages, "a", "b") == set()
-    stages["c"].done = True
-    assert stages_across(stages, "b", "c") == set()
+    assert stages_across(stages, {"node1", "node2"}) == set()
+    stages["a"].done = True
+    assert stages_across(stages, {"server", "node1"}) == set()
 
 
 def test_a_link_is_whole_when_every_lost_connection_is_back_or_its_worker_dead() -> None:

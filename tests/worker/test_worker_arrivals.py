@@ -41,7 +41,7 @@ class Network:
 
 
 def chunk(number: int, request: str = "r", *, meta: bool = True) -> Chunk:
-    return Chunk(request, SOURCE, "b", number, final=False, meta={"n": number} if meta else None, nbytes=8, sent=0.0)
+    return Chunk(request, SOURCE, "b", 1, number, final=False, meta={"n": number} if meta else None, nbytes=8, sent=0.0)
 
 
 @pytest.fixture

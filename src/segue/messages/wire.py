@@ -331,6 +331,8 @@ class Chunk(msgspec.Struct, tag=True):
     request_id: str
     source: Peer
     target: str
+    target_attempt: int
+    """Of the target, which it is for: one sent to the next attempt may come before the `Begin` of that."""
     seq: int
     final: bool
     meta: dict[str, Any] | None

@@ -281,6 +281,8 @@ class Orchestrator:
         """Start or restart stages as soon as each has a ready worker."""
         state.waiting |= names
         chosen = self._router.place(state)
+        if isinstance(chosen, Unplaced) and chosen.cut:
+            chosen = self._place_anew(state, chosen)
         if isinstance(chosen, Unplaced):
             stage = chosen.group[-1]
             if chosen.cut:
@@ -312,6 +314,15 @@ class Orchestrator:
         for replica in chosen.values():
             self._router.given(state, replica)
         self._send(*begins(state, begin))
+
+    def _place_anew(self, state: RequestState, unplaced: Unplaced) -> dict[tuple[str, ...], Replica] | Unplaced:
+        """Place every stage of a request anew, of which some cannot reach the others where they are."""
+        before, state.waiting = state.waiting, set(state.stages)
+        placed = self._router.place(state)
+        if isinstance(placed, Unplaced) and placed.cut:
+            state.waiting = before
+            return unplaced
+        return placed
 
     @staticmethod
     def _at_rest(state: RequestState, replica: Replica | None) -> None:
@@ -458,20 +469,20 @@ class Orchestrator:
             return
         log.warning("worker %s (%s) cannot reach %s (%s)", here.worker, here.node, there.worker, there.node)
         self._router.links.lost(here, there)
-        ends = {here.worker, there.worker}
+        ends, nodes = {here.worker, there.worker}, {here.node, there.node}
         for state in list(self.requests.values()):
-            across = stages_across(state.stages, here.worker, there.worker)
+            across = stages_across(state.stages, nodes)
             if not across - state.waiting:
                 continue
-            # fused stages stay together
-            groups = {self._group(name) for name in across}
-            again = {name for name, stage in state.stages.items() if stage.worker and self._group(name) in groups}
             known = bool(state.blamed & ends)
             state.blamed = state.blamed - ends if known else state.blamed | ends
-            self._lost(state, again, there.group[-1], counted=known)
+            self._lost(state, self._with_fused(state, across), there.group[-1], counted=known)
 
-    def _group(self, visit: str) -> tuple[str, ...]:
-        return self.replicas.group_of(stage_of(visit))
+    def _with_fused(self, state: RequestState, names: set[str]) -> set[str]:
+        """Return these stages and those that share workers with them: fused stages move together."""
+        groups = {self.replicas.group_of(stage_of(name)) for name in names}
+        started = (name for name, stage in state.stages.items() if stage.worker)
+        return names | {name for name in started if self.replicas.group_of(stage_of(name)) in groups}
 
     def _await_link(self, state: RequestState) -> None:
         """End a request with an error, unless its stages can be placed within `LINK_PATIENCE`."""
@@ -479,7 +490,6 @@ class Orchestrator:
             return
 
         def over() -> None:
-            state.patience = None
             unplaced = self._router.place(state)
             if isinstance(unplaced, Unplaced) and unplaced.cut:
                 stage = unplaced.group[-1]

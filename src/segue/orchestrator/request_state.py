@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
 import msgspec
@@ -14,6 +14,7 @@ import msgspec
 from segue.graph.course import Course
 from segue.graph.parts import Outcome, number_of, stage_of, visit_name
 from segue.graph.stage_graph import Walk
+from segue.messages.addresses import node_of
 from segue.messages.deltas import (
     AudioDelta,
     Choice,
@@ -85,13 +86,14 @@ def stages_to_rerun(stages: dict[str, StageState], alive: set[str], start: Itera
     return again
 
 
-def stages_across(stages: dict[str, StageState], one: str, other: str) -> set[str]:
-    """Return the stages at both ends of each edge between two workers over which input has yet to come."""
+def stages_across(stages: dict[str, StageState], nodes: Set[str]) -> set[str]:
+    """Return the stages at both ends of each edge between two nodes over which input has yet to come."""
     return {
         end
         for name, stage in stages.items()
         for up in stage.upstreams
-        if {stage.worker, stages[up].worker} == {one, other} and not stage.done and up not in stage.inputs_done
+        if {node_of(stage.address), node_of(stages[up].address)} == nodes and stage.worker and stages[up].worker
+        if not stage.done and up not in stage.inputs_done
         for end in (name, up)
     }
 

@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -22,7 +22,7 @@ from segue.messages.errors import ConfigError, InvalidRequest, SegueError, Stage
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams, merged, turn_seed
 from segue.messages.units import TurnEnd
-from segue.messages.wire import AdapterLoaded, Begin, Emission, LoadAdapter, OutputEnd, Peer, Return
+from segue.messages.wire import AdapterLoaded, Begin, Chunk, Emission, LoadAdapter, OutputEnd, Peer, Return
 from segue.worker.deltas import client_deltas, tokens_of
 
 log = logging.getLogger(__name__)
@@ -119,6 +119,23 @@ class Visit:
         for chunk in self.unused:
             if chunk.source == name:
                 chunk.source = ""
+
+
+def timing(
+    chunk: Chunk, attempt: int, upstreams: Mapping[str, Peer], next_seq: Mapping[str, int]
+) -> Literal["early", "late", "now"]:
+    """Return whether a visit can use a chunk now. Early: it is for a later attempt of the visit, or of a later attempt
+    of its upstream, than the orchestrator has told us of. Late: it is of the past, or a repetition.
+
+    `attempt`: of the visit; `upstreams`, `next_seq`: what it expects from each upstream stage.
+    """
+    source = upstreams.get(chunk.source.stage)
+    expected = source.attempt if source is not None else 0
+    if chunk.source.attempt > expected or chunk.target_attempt > attempt:
+        return "early"
+    if chunk.source.attempt < expected or chunk.target_attempt < attempt:
+        return "late"
+    return "late" if chunk.seq < next_seq[chunk.source.stage] else "now"
 
 
 @dataclass(slots=True)

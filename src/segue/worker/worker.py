@@ -55,7 +55,17 @@ from segue.worker.edges.arrivals import Arrivals
 from segue.worker.edges.outbox import Outbox
 from segue.worker.edges.peers import Peers
 from segue.worker.meter import Meter
-from segue.worker.stage import StageRunner, Unused, Visit, as_stage_error, end_of, engine_id, facts_of, load_adapter
+from segue.worker.stage import (
+    StageRunner,
+    Unused,
+    Visit,
+    as_stage_error,
+    end_of,
+    engine_id,
+    facts_of,
+    load_adapter,
+    timing,
+)
 
 log = logging.getLogger(__name__)
 
@@ -423,12 +433,10 @@ class Worker:
             chunk.sent = time.monotonic()  # by our clock
         stage = self.stages[stage_of(chunk.target)]
         visit = stage.visit(chunk.request_id, chunk.target)
-        source = visit.upstreams.get(chunk.source.stage) if visit is not None else None
-        expected = source.attempt if source is not None else 0
-        if visit is None or chunk.source.attempt > expected:
+        when = "early" if visit is None else timing(chunk, visit.begin.attempt, visit.upstreams, visit.next_seq)
+        if when == "early":
             self.early.setdefault(chunk.request_id, []).append(chunk)
-            return
-        if chunk.source.attempt < expected or chunk.seq < visit.next_seq[chunk.source.stage]:
+        if visit is None or when != "now":
             return
         found = self.arrivals.take(chunk)
         if not isinstance(found, Coming):

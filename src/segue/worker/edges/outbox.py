@@ -200,6 +200,7 @@ class Outbox:
                 request_id=flow.request_id,
                 source=flow.source,
                 target=flow.target.stage,
+                target_attempt=flow.target.attempt,
                 seq=flow.next_seq,
                 final=final,
                 meta=meta,
