@@ -118,7 +118,7 @@ def test_a_producer_that_has_ended_is_named(ends: tuple[TcpConnector, TcpConnect
 
 
 def fetching() -> int:
-    return sum(thread.name == "segue-tcp-fetch" for thread in threading.enumerate())
+    return sum(thread.name == "segue-fetch" for thread in threading.enumerate())
 
 
 def test_producers_that_have_ended_leave_no_thread_and_no_socket() -> None:

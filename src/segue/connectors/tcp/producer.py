@@ -30,6 +30,7 @@ from segue.connectors.tcp.wire import (
     POOL_ID,
     REQUEST,
     Refused,
+    Remote,
     as_producer,
     receive,
     send_parts,
@@ -79,11 +80,8 @@ class Producer:
         self._acceptor = threading.Thread(target=self._accept, name="segue-tcp-listen", daemon=True)
         self._acceptor.start()
 
-    def fits(self, size: int) -> bool:
-        return size <= self._max_bytes
-
-    def offer(self, request_id: str, encoded: Encoded) -> int | None:
-        """Keep a payload until it is fetched or released; return its number, or None if there is no space now."""
+    def offer(self, request_id: str, encoded: Encoded) -> Remote | None:
+        """Keep a payload until it is fetched or released; return its place, or None if there is no space now."""
         with self._lock:
             if self.bytes_in_use + encoded.size > self._max_bytes:
                 return None
@@ -98,7 +96,7 @@ class Producer:
             self._last += 1
             self._held[self._last] = held
             self._requests.setdefault(request_id, set()).add(self._last)
-            return self._last
+            return Remote(self.host, self.port, self.pool_id, self._last, encoded.size)
 
     def release(self, request_id: str) -> None:
         """Free the payloads of a request. One that is being sent then ends its consumer's fetch as usual."""

@@ -15,6 +15,9 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
 
 MAGIC = b"SGT1"
 NONCE = 32
@@ -32,6 +35,16 @@ ANSWER = struct.Struct("<q")
 GONE = -1
 
 _PROOF = 32
+
+
+class Remote(msgspec.Struct, frozen=True, tag_field="kind", tag="tcp"):
+    """Where a payload is to be fetched."""
+
+    host: str
+    port: Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
+    pool: bytes
+    number: Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
+    size: Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
 
 
 class Refused(Exception):
