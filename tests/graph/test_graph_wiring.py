@@ -80,6 +80,66 @@ def test_the_examples_of_vllm_omni_load(text: str, laptop: Hardware) -> None:
     assert plan.stages["thinker"].max_batch == (9 if text == NAMED else 64)
 
 
+# vllm-omni, docs/design/feature/omni_connectors/mooncake_store_connector.md and mooncake_transfer_engine_connector.md
+STORE = """
+connectors:
+  connector_of_mooncake:
+    name: MooncakeStoreConnector
+    extra:
+      host: "127.0.0.1"
+      metadata_server: "http://10.0.0.1:8080/metadata"
+      master: "10.0.0.1:50051"
+      segment: 512000000
+      localbuf: 64000000
+      proto: "tcp"
+stages:
+  - stage_id: 0
+    output_connectors:
+      to_stage_1: connector_of_mooncake
+  - stage_id: 1
+    input_connectors:
+      from_stage_0: connector_of_mooncake
+"""
+ENGINE = """
+connectors:
+  rdma_connector:
+    name: MooncakeTransferEngineConnector
+    extra:
+      host: "auto"
+      zmq_port: 50051
+      protocol: "rdma"
+      device_name: ""
+      memory_pool_size: 4294967296
+      memory_pool_device: "cpu"
+stages:
+  - stage_id: 0
+    output_connectors:
+      to_stage_1: rdma_connector
+"""
+
+
+def test_its_mooncake_connectors_load(laptop: Hardware) -> None:
+    store = load_plan(qwen(), yaml.safe_load(STORE), hardware=laptop)
+    edge = store.edge("thinker", "talker")
+    assert (edge.connector, edge.kind) == ("connector_of_mooncake", "mooncake_store")
+    assert edge.extra == yaml.safe_load(STORE)["connectors"]["connector_of_mooncake"]["extra"]
+    assert store.edge("talker", "vocoder").kind == "shm", "an edge that names none stays on its host"
+    edge = load_plan(qwen(), yaml.safe_load(ENGINE), hardware=laptop).edge("thinker", "talker")
+    assert edge.kind == "mooncake_engine"
+    assert edge.extra == {"host": "auto", "protocol": "rdma", "device_name": "", "max_bytes": 1 << 32}
+    # an older name of the store's
+    older = load_plan(qwen(), yaml.safe_load(STORE.replace("StoreC", "C")), hardware=laptop)
+    assert older.edge("thinker", "talker").kind == "mooncake_store"
+
+
+def test_a_mooncake_edge_may_join_hosts(laptop: Hardware) -> None:
+    made = load_plan(
+        qwen(), yaml.safe_load(STORE.replace("- stage_id: 1", "- stage_id: 1\n    node: b")), hardware=laptop
+    )
+    assert made.edge("thinker", "talker").kind == "mooncake_store"
+    assert made.edge("talker", "vocoder").kind == "tcp"
+
+
 def test_numbers_are_places_in_the_graph(plan: Lay) -> None:
     laid = plan({"stage_args": [{"stage_id": 0, "max_batch": 3}, {"stage_id": "3", "max_batch": 4}]})
     assert laid.stages["encoder"].max_batch == 3
@@ -141,8 +201,17 @@ SHM = {"name": "SharedMemoryConnector"}
         ({"runtime": {"conectors": {}}}, r"runtime has no key 'conectors'; did you mean 'connectors'\?"),
         (connector(), "runtime.connectors.c.name is None; it must be one of SharedMemoryConnector, InProcessConnector"),
         (connector(name="SharedMemoryConector"), r"did you mean 'SharedMemoryConnector'\?"),
-        (connector(name="MooncakeConnector"), "c.name is 'MooncakeConnector', which this version does not have"),
-        (connector(name="MooncakeStoreConnector"), "served by SharedMemoryConnector"),
+        (connector(name="NixlConnector"), "c.name is 'NixlConnector', which this version does not have"),
+        (connector(name="YuanrongConnector"), "served by SharedMemoryConnector"),
+        (
+            connector(name="MooncakeStoreConnector", extra={"matser": "10.0.0.1:50051"}),
+            r"c.extra has no key 'matser'; did you mean 'master'\?",
+        ),
+        (connector(name="MooncakeStoreConnector", extra={"master": 50051}), "c.extra.master is 50051; it must be text"),
+        (
+            connector(name="MooncakeTransferEngineConnector", extra={"memory_pool_device": "cuda"}),
+            "extra.memory_pool_device is 'cuda'; it must be cpu",
+        ),
         (connector(**SHM, extras={}), r"connectors.c has no key 'extras'; did you mean 'extra'\?"),
         (
             connector(**SHM, extra={"shm_threshold": 1}),

@@ -7,6 +7,7 @@ import mmap
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ from segue.connectors.payload import PayloadError
 
 KEPT_BYTES = 256 << 20
 """Bytes of buffers that wait for their next payload."""
+ASIDE_SECONDS = 120.0
+"""For which a buffer is not used again that something may still be written into."""
 CLOSE_SECONDS = 15.0
 """In which the threads of a connector that is closed end, if what they wait for can be interrupted."""
 
@@ -94,9 +97,14 @@ class Buffers:
         self._lock = threading.Lock()
         self._free: dict[int, list[mmap.mmap]] = {}
         self._kept = 0
+        self._aside: deque[tuple[float, mmap.mmap]] = deque()
 
     def take(self, size: int) -> mmap.mmap:
         whole = max(mmap.PAGESIZE, 1 << (size - 1).bit_length())
+        with self._lock:
+            over = [self._aside.popleft()[1] for until, _ in list(self._aside) if until < time.monotonic()]
+        for buffer in over:
+            self.give(buffer)
         with self._lock:
             if free := self._free.get(whole):
                 self._kept -= whole
@@ -113,6 +121,11 @@ class Buffers:
                 self._free.setdefault(len(buffer), []).append(buffer)
                 return
         self._dropped(buffer)
+
+    def set_aside(self, buffer: mmap.mmap) -> None:
+        """Give back a buffer of a transfer that failed, which may not have ended."""
+        with self._lock:
+            self._aside.append((time.monotonic() + ASIDE_SECONDS, buffer))
 
 
 class Line:

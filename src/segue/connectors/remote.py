@@ -63,7 +63,10 @@ class RemoteConnector:
         inline_threshold_bytes: int,
         max_bytes: int,
         as_bfloat16: frozenset[tuple[str, str]],
+        closed: Callable[[bool], None] = lambda idle: None,
     ) -> None:
+        """`closed` is called at the end; `idle`: no thread fetches any more."""
+        self._ended = closed
         self._name = name
         self._place = place
         self._offers = offers
@@ -147,8 +150,9 @@ class RemoteConnector:
         if self._closed:
             return
         self._closed = True
-        self._consumer.close()
+        idle = self._consumer.close()
         self._offers.close()
+        self._ended(idle)
 
     @property
     def bytes_in_use(self) -> int:

@@ -218,7 +218,8 @@ def _connect(
             # fused stages copy nothing: a bound on bytes would save no memory, but could block a request that waits
             # for the rest of its own input
             extra = {"max_bytes": sys.maxsize} if edge.kind == "inproc" else dict(edge.extra)
-            made[key] = create(edge.kind, f"{spec.connector}{len(made)}", extra, device, network)
+            receives = any(other.target in mine and (other.kind, other.connector) == key for other in edges)
+            made[key] = create(edge.kind, f"{spec.connector}{len(made)}", extra, device, network, receives=receives)
         if edge.source in mine:
             fused = edge.kind == "inproc"
             channels[edge.source, edge.target] = Channel(

@@ -83,8 +83,14 @@ from segue.messages.limits import RequestLimits
 
 MiB = 1 << 20
 
-ConnectorKind = Literal["inproc", "shm", "tcp"]
-REACH: Mapping[ConnectorKind, str] = {"inproc": "process", "shm": "host", "tcp": "network"}
+ConnectorKind = Literal["inproc", "shm", "tcp", "mooncake_store", "mooncake_engine"]
+REACH: Mapping[ConnectorKind, str] = {
+    "inproc": "process",
+    "shm": "host",
+    "tcp": "network",
+    "mooncake_store": "network",
+    "mooncake_engine": "network",
+}
 """Kind of connector → how far apart the ends of its edges may be (`segue.connectors.base.Reach`)."""
 
 
@@ -111,10 +117,11 @@ class EdgePlan:
     connector: str
     """The connector's name in the deployment."""
     kind: ConnectorKind
-    """`inproc` if both ends share a worker, `shm` if they are on one host, else `tcp`."""
-    extra: dict[str, int] = field(default_factory=dict)
-    """The connector's settings from the deployment, in bytes: `shm_threshold_bytes` (smaller payloads travel in the
-    message), `pool_bytes` (initial memory), `max_bytes` (memory it may grow to), `cuda_pool_bytes` (memory on its
+    """Unless the deployment names another: `inproc` if both ends share a worker, `shm` if they are on one host, else
+    `tcp`."""
+    extra: dict[str, int | str] = field(default_factory=dict)
+    """The connector's settings from the deployment, sizes in bytes: `shm_threshold_bytes` (smaller payloads travel in
+    the message), `pool_bytes` (initial memory), `max_bytes` (memory it may grow to), `cuda_pool_bytes` (memory on its
     worker's CUDA device, for tensors that need not pass through the host)."""
     budget: int = 64 * MiB
     """Bytes that may be sent and not yet consumed; each chunk counts as 1 KiB more than its payload."""

@@ -35,7 +35,7 @@ def place(
 ) -> tuple[tuple[tuple[str, ...], ...], dict[str, Place]]:
     """Return (groups of stages that share a worker, place of every stage)."""
     wishes = {name: wish_of(graph, name, sections[name], hardware) for name in graph.topological()}
-    apart = {(wire.source, wire.target) for wire in wires if connectors.kind_of(wire) in ("shm", "tcp")}
+    apart = {(wire.source, wire.target) for wire in wires if connectors.kind_of(wire) not in (None, "inproc")}
     groups = groups_of(graph, sections, wishes, apart)
     joined = {group: joined_wish(group, wishes) for group in groups}
     weights = {name: _weight(graph.stages[name], graph.main) for name in wishes}

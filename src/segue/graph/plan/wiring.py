@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from segue.graph.deployment.deployment import ConnectorKind, EdgePlan, MiB
+from segue.graph.deployment.deployment import REACH, ConnectorKind, EdgePlan, MiB
 from segue.graph.deployment.section import Section, as_mapping, wrong
 from segue.graph.deployment.written import Wire
 from segue.graph.parts import is_input
@@ -18,15 +18,15 @@ KINDS: dict[str, ConnectorKind] = {
     "SharedMemoryConnector": "shm",
     "InProcessConnector": "inproc",
     "TcpConnector": "tcp",
+    "MooncakeConnector": "mooncake_store",
+    "MooncakeStoreConnector": "mooncake_store",
+    "MooncakeTransferEngineConnector": "mooncake_engine",
 }
 """Name in a deployment → kind of connector."""
 
 _ELSEWHERE = frozenset(
     {
         "CudaIpcConnector",
-        "MooncakeConnector",
-        "MooncakeStoreConnector",
-        "MooncakeTransferEngineConnector",
         "MoriTransferEngineConnector",
         "NixlConnector",
         "YuanrongConnector",
@@ -41,7 +41,17 @@ _SIZES: Mapping[ConnectorKind, tuple[str, ...]] = {
     "shm": ("shm_threshold_bytes", "pool_bytes", "max_bytes", "cuda_pool_bytes"),
     "inproc": ("max_bytes",),
     "tcp": ("inline_threshold_bytes", "max_bytes"),
+    "mooncake_engine": ("inline_threshold_bytes", "max_bytes"),
+    "mooncake_store": ("inline_threshold_bytes", "max_bytes", "segment", "localbuf"),
 }
+_TEXTS: Mapping[ConnectorKind, tuple[str, ...]] = {
+    "mooncake_engine": ("host", "protocol", "device_name"),
+    "mooncake_store": ("host", "master", "metadata_server", "proto", "rdma"),
+}
+_FOREIGN: Mapping[ConnectorKind, tuple[str, ...]] = {
+    "mooncake_engine": ("memory_pool_size", "memory_pool_device", "zmq_port"),
+}
+"""Keys of vllm-omni that mean something else here: see `_translated`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +59,7 @@ class Definition:
     """A connector as the deployment defines it."""
 
     kind: ConnectorKind
-    extra: dict[str, int]
+    extra: dict[str, int | str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +118,11 @@ def plan_edges(
             if start > 1:
                 _check_start(graph, edge, path)
         definition = connectors.of(path, name)
-        if definition.kind != kind and not (kind == "shm" and definition.kind == "tcp"):
+        if (definition.kind == "inproc") != (kind == "inproc") or (
+            kind == "tcp" and REACH[definition.kind] != "network"
+        ):
             _refuse(edge.source, edge.target, path, name, kind, hosts)
-        if form != "exact" and definition.kind != "tcp":
+        if form != "exact" and REACH[definition.kind] != "network":
             raise ConfigError(
                 f"{path}: wire is {form!r}, but the edge {edge.source} -> {edge.target} stays on one host and loses "
                 "nothing; leave it out",
@@ -132,15 +144,29 @@ def _definition(section: Section) -> Definition:
         )
     if name not in KINDS:
         raise ConfigError(f"{path} is {name!r}, which is no connector{nearest(name, KINDS)}", field=path)
+    kind = KINDS[name]
     extra_path, values = section.find("extra")
-    keys = _SIZES[KINDS[name]]
-    extra = Section(extra_path, as_mapping(extra_path, values), keys)
+    sizes, texts = _SIZES[kind], _TEXTS.get(kind, ())
+    extra = Section(extra_path, as_mapping(extra_path, values), (*sizes, *texts, *_FOREIGN.get(kind, ())))
     least = {"pool_bytes": _PAGE, "max_bytes": _PAGE}
-    sizes = {key: extra.size(key, None, least=least.get(key, 0)) for key in keys}
-    written = {key: size for key, size in sizes.items() if size is not None}
+    read = {key: extra.size(key, None, least=least.get(key, 0)) for key in sizes}
+    written = {key: size for key, size in read.items() if size is not None}
     if written.get("max_bytes", math.inf) < written.get("pool_bytes", 0):
         raise wrong(extra.at("max_bytes"), written["max_bytes"], f"at least pool_bytes ({written['pool_bytes']})")
-    return Definition(KINDS[name], written)
+    for key in texts:
+        if (value := extra.values.get(key)) is not None and not isinstance(value, str):
+            raise wrong(extra.at(key), value, "text")
+    said = {key: extra.values[key] for key in texts if extra.values.get(key) is not None}
+    return Definition(kind, {**said, **_translated(extra), **written})
+
+
+def _translated(extra: Section) -> dict[str, int]:
+    """Return our settings for vllm-omni's keys of its MooncakeTransferEngineConnector. Its `zmq_port` is needed no
+    more: the place of a payload travels with the messages."""
+    if (device := extra.values.get("memory_pool_device")) not in (None, "cpu"):
+        raise wrong(extra.at("memory_pool_device"), device, "cpu: payloads pass through the memory of the host")
+    size = extra.size("memory_pool_size", None, least=_PAGE)
+    return {} if size is None else {"max_bytes": size}
 
 
 def _merge(wires: Sequence[Wire]) -> dict[tuple[str, str], Wire]:

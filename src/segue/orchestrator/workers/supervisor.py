@@ -161,6 +161,11 @@ class Supervisor:
             on_exit=self._on_exit,
             on_lost=self._on_placement_lost,
         )
+        if any(edge.kind.startswith("mooncake") for edge in self._plan.edges):
+            log.warning(
+                "Mooncake's clients listen on every interface, on ports of their choice, and ask nobody for a secret: "
+                "join the hosts by a network that nobody else reaches"
+            )
         if listen is None:
             network = [edge for edge in self._plan.edges if edge.kind == "tcp"]
             if self._plan.nodes() or network:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import shutil
@@ -15,8 +16,10 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "src"
+SOURCE = Path(__file__).parents[1] / "src"
 ENABLE = "needs network namespaces: run as root, with `apt-get install iproute2`, in a container with --privileged"
+_CLONE_NEWNET = 0x40000000
+_libc = ctypes.CDLL(None, use_errno=True)
 _numbers = itertools.count()
 
 
@@ -152,6 +155,23 @@ def hosts(count: int) -> Iterator[list[Host]]:
     finally:
         for name in [switch, *(host.name for host in made)]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@contextmanager
+def inside(host: Host) -> Iterator[None]:
+    """Let the network of this thread, and of those it starts meanwhile, be that of a host."""
+    with Path("/proc/thread-self/ns/net").open() as here:
+        with Path("/var/run/netns", host.name).open() as there:
+            _enter(there.fileno())
+        try:
+            yield
+        finally:
+            _enter(here.fileno())
+
+
+def _enter(namespace: int) -> None:
+    if _libc.setns(namespace, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "cannot enter a network namespace")
 
 
 def _ip(*words: str) -> None:
