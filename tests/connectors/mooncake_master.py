@@ -31,8 +31,12 @@ def need_mooncake() -> None:
 
 
 class Master:
-    def __init__(self, host: Host) -> None:
+    """A running master, and its metadata server."""
+
+    def __init__(self, host: Host, other: Host) -> None:
         self.host = host
+        self.other = other
+        """A second host."""
         self.address = f"{host.address}:{PORT}"
         self.metadata_server = f"http://{host.address}:8080/metadata"
         self.start()
@@ -67,8 +71,8 @@ class Master:
 @contextmanager
 def master() -> Iterator[Master]:
     need_mooncake()
-    with hosts(1) as [host]:
-        running = Master(host)
+    with hosts(2) as [host, other]:
+        running = Master(host, other)
         try:
             yield running
         finally:

@@ -23,6 +23,8 @@ class Against(RuleBasedStateMachine):
     kind: ClassVar[str]
     inline_below: ClassVar[int]
     device: ClassVar[DeviceMemory | None] = None
+    host: ClassVar[str] = "127.0.0.1"
+    extra: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,9 +32,10 @@ class Against(RuleBasedStateMachine):
         if self.kind == "shm":
             extra |= {"pool_bytes": 128 * KIB, "shm_threshold_bytes": self.inline_below}
             extra |= {"cuda_pool_bytes": 256 * KIB}
-        if self.kind == "tcp":
+        elif self.kind != "inproc":
             extra |= {"inline_threshold_bytes": self.inline_below}
-        network = Network("127.0.0.1", KEY)
+        extra |= self.extra
+        network = Network(self.host, KEY)
         self.producer: Any = create(self.kind, next(_names), extra, self.device, network)
         self.consumer: Any = (
             self.producer if self.kind == "inproc" else create(self.kind, next(_names), extra, self.device, network)
@@ -54,7 +57,7 @@ class Against(RuleBasedStateMachine):
         else:
             assert metadata is None
             # over a network, the producer may not know yet what was fetched
-            assert self.put or self.taken or self.kind == "tcp", "an empty pool takes anything"
+            assert self.put or self.taken or self.producer.reach == "network", "an empty pool takes anything"
 
     @precondition(lambda self: self.put)
     @rule(data=st.data())
