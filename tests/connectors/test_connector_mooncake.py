@@ -17,12 +17,12 @@ import test_connector_contract as contract
 import torch
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
-from mooncake_master import Master, master
 from taking import KEY, until
 from test_connector_contract import MakePair, Pair, filled
 from test_connector_stateful import Against
 
-from namespaces import inside
+from mooncake_master import Master, need_mooncake, running_master
+from namespaces import hosts, inside
 from segue.connectors.base import Arrived, Coming, Connector, Gone
 from segue.connectors.create import Network, create
 from segue.messages.errors import ConfigError
@@ -36,7 +36,8 @@ globals().update({name: test for name, test in vars(contract).items() if name.st
 
 @pytest.fixture(scope="module")
 def ground() -> Iterator[Master]:
-    with master() as running:
+    need_mooncake()
+    with hosts(2) as made, running_master(made) as running:
         yield running
 
 
@@ -99,7 +100,7 @@ def fate(connector: Connector, metadata: dict[str, Any], request: str = "r") -> 
 @contextmanager
 def peer(ground: Master, kind: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """A producer on the second host, and what it has put."""
-    host = ground.other
+    host = ground.others[0]
     process = host.start(str(Path(__file__).with_name("mooncake_peer.py")), kind, host.address, ground.address)
     assert process.stdout is not None
     try:
@@ -196,7 +197,7 @@ def arrives(producer: Connector, consumer: Connector) -> bool:
 def test_a_receiver_that_is_cut_off_holds_its_producer_up_for_seconds(ground: Master) -> None:
     """Mooncake waits for half a minute; the worker must not, for it serves others."""
     with peer(ground, "mooncake_store"), connected(ground, "mooncake_store") as [producer]:
-        ground.other.cut()
+        ground.others[0].cut()
         try:
             took = []
             for n in range(12):  # some of them go to the memory of the first host
@@ -205,7 +206,7 @@ def test_a_receiver_that_is_cut_off_holds_its_producer_up_for_seconds(ground: Ma
                 took.append(time.monotonic() - began)
             assert sum(took) < 10
         finally:
-            ground.other.mend()
+            ground.others[0].mend()
 
 
 def test_rdma_without_a_device_is_refused(ground: Master) -> None:

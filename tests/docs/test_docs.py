@@ -22,9 +22,10 @@ from markdown_blocks import ALL, PAGES, ROOT, Block, anchors, links, names, of, 
 
 from segue.bench.main import parser as bench_parser
 from segue.cli.main import parser as cli_parser
+from segue.connectors.create import KEYS as CONNECTOR_KEYS
 from segue.connectors.create import Network, create
 from segue.connectors.shm import CUDA_POOL_BYTES, MAX_BYTES, POOL_BYTES, THRESHOLD_BYTES
-from segue.connectors.tcp.connector import connector as tcp
+from segue.connectors.tcp import connector as tcp
 from segue.graph.deployment.deployment import Hardware, Limits
 from segue.graph.deployment.loader import load_plan
 from segue.graph.deployment.written import LIMIT_KEYS, MOVE_KEYS, TOP_KEYS, stage_keys
@@ -215,6 +216,11 @@ def test_settings_of_connectors_are_as_documented() -> None:
     assert names(written["name"][2]) == list(KINDS)
     extra = {key: written[key] for key in written if key not in ("name", "extra")}
     of_tcp = ("inline_threshold_bytes", "max_bytes")
+    of_mooncake = {name for key in list(extra)[5:] for name in names(written[key][0])}
+    assert of_mooncake == {key for kind in ("mooncake_engine", "mooncake_store") for key in CONNECTOR_KEYS[kind]} - {
+        *of_tcp
+    }
+    extra = dict(list(extra.items())[:5])
     of_shm = dict.fromkeys(extra.keys() - {"inline_threshold_bytes"}, 1 << 16)
     create("shm", "docs-settings", of_shm).close()
     create("tcp", "", dict.fromkeys(of_tcp, 1 << 16), network=Network("127.0.0.1", bytes(32))).close()

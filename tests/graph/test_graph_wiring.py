@@ -132,6 +132,32 @@ def test_its_mooncake_connectors_load(laptop: Hardware) -> None:
     assert older.edge("thinker", "talker").kind == "mooncake_store"
 
 
+# its older pages: the window, edges and sources of stages that the graph has anyway
+RUNTIME = """
+runtime:
+  enabled: true
+  defaults: {window_size: -1, max_inflight: 1}
+  connectors:
+    connector_of_mooncake:
+      name: MooncakeConnector
+      extra: {host: "127.0.0.1", metadata_server: "http://10.0.0.1:8080/metadata", master: "10.0.0.1:50051",
+              segment: 512000000, localbuf: 64000000, proto: tcp}
+  edges:
+    - {from: 0, to: 1, window_size: -1}
+    - {from: 1, to: 2}
+stage_args:
+  - {stage_id: 0, output_connectors: {to_stage_1: connector_of_mooncake}}
+  - {stage_id: 1, engine_input_source: [0], input_connectors: {from_stage_0: connector_of_mooncake}}
+  - {stage_id: 2, engine_input_source: [1]}
+"""
+
+
+def test_its_runtime_section_loads(laptop: Hardware) -> None:
+    plan = load_plan(qwen(), yaml.safe_load(RUNTIME), hardware=laptop)
+    assert plan.edge("thinker", "talker").kind == "mooncake_store"
+    assert plan.edge("talker", "vocoder").kind == "shm"
+
+
 def test_a_mooncake_edge_may_join_hosts(laptop: Hardware) -> None:
     made = load_plan(
         qwen(), yaml.safe_load(STORE.replace("- stage_id: 1", "- stage_id: 1\n    node: b")), hardware=laptop
@@ -199,6 +225,16 @@ SHM = {"name": "SharedMemoryConnector"}
     ("deployment", "message"),
     [
         ({"runtime": {"conectors": {}}}, r"runtime has no key 'conectors'; did you mean 'connectors'\?"),
+        ({"runtime": {"enabled": False}}, "runtime.enabled is False; only True is understood"),
+        ({"runtime": {"defaults": {"max_inflight": 4}}}, "runtime.defaults.max_inflight is 4; .* `budget` of an edge"),
+        ({"runtime": {"edges": [{"from": 0, "to": 2}]}}, r"runtime.edges\[0\] is encoder -> talker, which is no edge"),
+        ({"runtime": {"edges": [{"from": 0, "to": 1, "window_size": 8}]}}, "window_size is 8; only -1 is understood"),
+        (
+            {"stage_args": [{"stage_id": 3, "engine_input_source": [0]}]},
+            r"stage_args\[0\].engine_input_source\[0\] is encoder -> vocoder, which is no edge",
+        ),
+        ({"stage_args": [{"stage_id": 0, "final_output": True}]}, "'final_output'; write nothing .the graph of the mo"),
+        ({"stage_args": [{"stage_id": 0, "runtime": {}}]}, "no key 'runtime'; write devices, max_batch instead"),
         (connector(), "runtime.connectors.c.name is None; it must be one of SharedMemoryConnector, InProcessConnector"),
         (connector(name="SharedMemoryConector"), r"did you mean 'SharedMemoryConnector'\?"),
         (connector(name="NixlConnector"), "c.name is 'NixlConnector', which this version does not have"),

@@ -8,12 +8,14 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
+
+from mooncake_master import Master, running_master
 from namespaces import Host, hosts
 
 TOKEN = "a token of the tests"
@@ -27,7 +29,15 @@ Answer = dict[str, Any]
 class Hosts:
     """A running server and its nodes; each host has the checkpoint somewhere else."""
 
-    def __init__(self, made: list[Host], model: Path, deployment: Mapping[str, Any], logs: Path) -> None:
+    def __init__(
+        self,
+        made: list[Host],
+        model: Path,
+        deployment: Mapping[str, Any],
+        logs: Path,
+        master: Master | None = None,
+    ) -> None:
+        self.master = master
         self.hosts = {"server": made[0], **{f"node{n}": host for n, host in enumerate(made[1:], 1)}}
         self._model = model
         self._logs = logs
@@ -55,7 +65,7 @@ class Hosts:
         )
 
     def _variables(self) -> dict[str, str]:
-        paths = [str(Path(__file__).parents[2] / "src"), TOYS]
+        paths = [str(Path(__file__).parents[2] / "src"), TOYS, *filter(None, [os.environ.get("PYTHONPATH")])]
         return {"SEGUE_JOIN_TOKEN": TOKEN, "PYTHONPATH": os.pathsep.join(paths)}
 
     def log(self, name: str) -> Path:
@@ -112,11 +122,12 @@ class Hosts:
 
 
 @contextmanager
-def system(count: int, model: Path, deployment: Mapping[str, Any], logs: Path) -> Iterator[Hosts]:
-    with hosts(count) as made:
-        running = Hosts(made, model, deployment, logs)
-        try:
-            running.wait("is served at")
-            yield running
-        finally:
-            running.end()
+def system(count: int, model: Path, deployment: Mapping[str, Any], logs: Path, master: bool = False) -> Iterator[Hosts]:
+    """`master`: with a Mooncake master on the server's host, as `Hosts.master`."""
+    with ExitStack() as stack:
+        made = stack.enter_context(hosts(count))
+        mooncake = stack.enter_context(running_master(made)) if master else None
+        running = Hosts(made, model, deployment, logs, mooncake)
+        stack.callback(running.end)
+        running.wait("is served at")
+        yield running

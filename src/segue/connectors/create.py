@@ -16,7 +16,7 @@ from segue.messages.errors import ConfigError, nearest
 
 LOOPBACK = "127.0.0.1"
 
-_KEYS: dict[str, tuple[str, ...]] = {
+KEYS: dict[str, tuple[str, ...]] = {
     "inproc": ("max_bytes",),
     "shm": ("shm_threshold_bytes", "pool_bytes", "max_bytes", "cuda_pool_bytes"),
     "tcp": ("inline_threshold_bytes", "max_bytes"),
@@ -26,6 +26,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
         *("host", "master", "metadata_server", "proto", "rdma"),
     ),
 }
+"""Kind → the settings that it has."""
 _TEXTS = frozenset({"host", "protocol", "device_name", "master", "metadata_server", "proto", "rdma"})
 """Keys whose values are no sizes."""
 
@@ -51,17 +52,17 @@ def create(
     *,
     receives: bool = True,
 ) -> Connector:
-    """Create the connector `kind` (a key of `_KEYS`) with the deployment's `extra` settings; sizes are in bytes.
+    """Create the connector `kind` (a key of `KEYS`) with the deployment's `extra` settings; sizes are in bytes.
 
     `address` names this worker's pool to others on the machine, `device` is the accelerator whose tensors need not pass
     through the host; only `shm` uses them. `tcp` needs `network`. `receives`: some edge with this connector leads to
     this worker. Raises `ConfigError` naming an unknown kind or key, with its nearest neighbour, or an invalid value.
     """
-    if kind not in _KEYS:
-        raise ConfigError(f"there is no connector {kind!r}{nearest(kind, _KEYS)}", field="name")
+    if kind not in KEYS:
+        raise ConfigError(f"there is no connector {kind!r}{nearest(kind, KEYS)}", field="name")
     for key, value in extra.items():
-        if key not in _KEYS[kind]:
-            raise ConfigError(f"the connector {kind!r} has no key {key!r}{nearest(key, _KEYS[kind])}", field=key)
+        if key not in KEYS[kind]:
+            raise ConfigError(f"the connector {kind!r} has no key {key!r}{nearest(key, KEYS[kind])}", field=key)
         if key in _TEXTS:
             if not isinstance(value, str):
                 raise ConfigError(f"{key} is {value!r}; it must be text", field=key)

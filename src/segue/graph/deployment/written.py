@@ -45,7 +45,8 @@ _OF_EVERY_STAGE = (
 )
 WIRES = ("exact", "bfloat16")
 """How float32 tensors travel between hosts."""
-_WIRING = ("input_connectors", "output_connectors")
+_WIRING = ("input_connectors", "output_connectors", "engine_input_source")
+_THE_GRAPHS = "nothing (the graph of the model says it)"
 _FOREIGN = {
     "device": "devices",
     "default_sampling_params": "sampling",
@@ -64,6 +65,15 @@ _FOREIGN = {
     "enable_lora": "lora",
     "max_lora_rank": "lora.max_rank",
     "max_loras": "lora.max_adapters",
+    "runtime": "devices, max_batch",
+    "parallel_config": "tensor_parallel and the like",
+    "stage_type": _THE_GRAPHS,
+    "model_stage": _THE_GRAPHS,
+    "is_comprehension": _THE_GRAPHS,
+    "final_output": _THE_GRAPHS,
+    "final_output_type": _THE_GRAPHS,
+    "custom_process_input_func": _THE_GRAPHS,
+    "custom_process_next_stage_input_func": _THE_GRAPHS,
 }
 """vllm-omni's key (its `docs/configuration/stage_configs.md`) → our key, for the error message."""
 
@@ -221,24 +231,54 @@ def _check_engine(graph: StageGraph, name: str, section: Section) -> None:
 
 
 def _edges(graph: StageGraph, top: Section) -> Iterator[Wire]:
+    for path, entry in _runtime(top).entries("edges"):  # vllm-omni's: they say what the graph says
+        section = Section(path, entry, ("from", "to", "window_size"))
+        _only(section, "window_size", -1)
+        _ends(graph, section)
     for path, entry in top.entries("edges"):
         section = Section(path, entry, ("from", "to", "connector", "budget", "start", "wire"))
-        ends = []
-        for key in ("from", "to"):
-            _, value = section.find(key)
-            if value is None:
-                raise ConfigError(f"{path} has no {key!r}; an edge needs from and to", field=section.at(key))
-            ends.append(stage_of(graph, section.at(key), value))
-        _check_edge(graph, path, ends[0], ends[1])
+        ends = _ends(graph, section)
         connector = _connector_name(*section.find("connector"))
         where = section.at("connector") if connector else path
         wire = None if section.values.get("wire") is None else section.choice("wire", "", WIRES)
         budget, start = section.size("budget", None), section.integer("start", None)
-        yield Wire(where, ends[0], ends[1], connector, budget, start, wire)
+        yield Wire(where, *ends, connector, budget, start, wire)
+
+
+def _ends(graph: StageGraph, section: Section) -> tuple[str, str]:
+    """Return source and target of an edge of the graph."""
+    ends = []
+    for key in ("from", "to"):
+        _, value = section.find(key)
+        if value is None:
+            raise ConfigError(f"{section.path} has no {key!r}; an edge needs from and to", field=section.at(key))
+        ends.append(stage_of(graph, section.at(key), value))
+    _check_edge(graph, section.path, ends[0], ends[1])
+    return ends[0], ends[1]
+
+
+def _runtime(top: Section) -> Section:
+    """Return the section `runtime`. Of vllm-omni's keys beside `connectors`, it may have those that change nothing."""
+    runtime = Section("runtime", top.mapping("runtime"), ("connectors", "edges", "enabled", "defaults"))
+    _only(runtime, "enabled", True)
+    defaults = Section("runtime.defaults", runtime.mapping("defaults"), ("window_size", "max_inflight"))
+    _only(defaults, "window_size", -1)
+    _only(defaults, "max_inflight", 1)
+    return runtime
+
+
+def _only(section: Section, key: str, value: object) -> None:
+    """Raise `ConfigError` if a key of vllm-omni has another value than the one that changes nothing."""
+    path, found = section.find(key)
+    if found is not None and found != value:
+        instead = "`budget` of an edge bounds what is on its way, `max_batch` what a stage does at a time"
+        raise ConfigError(f"{path} is {found!r}; only {value!r} is understood: {instead}", field=path)
 
 
 def _wiring(graph: StageGraph, stage: str, section: Section) -> Iterator[Wire]:
     """Yield the edges in `input_connectors` and `output_connectors` of a stage."""
+    for path, source in section.entries("engine_input_source"):
+        _check_edge(graph, path, stage_of(graph, path, source), stage)
     for key, prefix in (("input_connectors", "from_stage_"), ("output_connectors", "to_stage_")):
         for name, value in section.mapping(key).items():
             path = f"{section.at(key)}.{name}"
@@ -267,7 +307,7 @@ def _connector_name(path: str, value: object) -> str | None:
 
 
 def _connectors(top: Section) -> Iterator[tuple[str, Section]]:
-    runtime = Section("runtime", top.mapping("runtime"), ("connectors",))
+    runtime = _runtime(top)
     seen: dict[str, str] = {}
     for place in (runtime, top):
         for name, entry in place.mapping("connectors").items():

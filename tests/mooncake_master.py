@@ -6,13 +6,13 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from namespaces import Host, hosts, inside
+from namespaces import Host, inside
 from segue.connectors.mooncake import load
 from segue.messages.errors import ConfigError
 
@@ -31,14 +31,12 @@ def need_mooncake() -> None:
 
 
 class Master:
-    """A running master, and its metadata server."""
+    """A master that runs on the first of some hosts, with a metadata server."""
 
-    def __init__(self, host: Host, other: Host) -> None:
-        self.host = host
-        self.other = other
-        """A second host."""
-        self.address = f"{host.address}:{PORT}"
-        self.metadata_server = f"http://{host.address}:8080/metadata"
+    def __init__(self, hosts: Sequence[Host]) -> None:
+        self.host, *self.others = hosts
+        self.address = f"{self.host.address}:{PORT}"
+        self.metadata_server = f"http://{self.host.address}:8080/metadata"
         self.start()
 
     def start(self) -> None:
@@ -69,11 +67,9 @@ class Master:
 
 
 @contextmanager
-def master() -> Iterator[Master]:
-    need_mooncake()
-    with hosts(2) as [host, other]:
-        running = Master(host, other)
-        try:
-            yield running
-        finally:
-            running.kill()
+def running_master(hosts: Sequence[Host]) -> Iterator[Master]:
+    running = Master(hosts)
+    try:
+        yield running
+    finally:
+        running.kill()
