@@ -32,28 +32,33 @@ _PROBE_SECONDS = 1.0
 """Between the attempts to reach a store that has failed."""
 
 
+def join(
+    host: str, metadata_server: str, master: str, segment: int, localbuf: int, protocol: str, devices: str
+) -> Client:
+    """Become a client of the store at `master`. `segment`: bytes that this process lends to it, 0 if it receives
+    nothing. Raises `ConfigError` if the store cannot be reached."""
+    _check_master(master)
+    module = load("store")
+    store = module.MooncakeDistributedStore()
+    code = store.setup(host, metadata_server, segment, localbuf, protocol, devices, master)
+    if code != 0:
+        raise ConfigError(
+            f"the Mooncake store of {master} takes no {host!r} in, over {protocol} and with the metadata server "
+            f"{metadata_server!r}: it returned {code}",
+            field="master",
+        )
+    pinned = module.ReplicateConfig()
+    pinned.with_hard_pin = True  # else the store forgets payloads when memory is short, and says nothing
+    return Client(store, pinned)
+
+
 class Client:
-    """A client of the store at `master`. Thread-safe.
+    """A client of a store. Thread-safe."""
 
-    `segment`: bytes that this process lends to the store, 0 if it receives nothing. Raises `ConfigError` if the store
-    cannot be reached.
-    """
-
-    def __init__(
-        self, host: str, metadata_server: str, master: str, segment: int, localbuf: int, protocol: str, devices: str
-    ) -> None:
-        _check_master(master)
-        module = load("store")
-        self._store = module.MooncakeDistributedStore()
-        code = self._store.setup(host, metadata_server, segment, localbuf, protocol, devices, master)
-        if code != 0:
-            raise ConfigError(
-                f"the Mooncake store of {master} takes no {host!r} in, over {protocol} and with the metadata server "
-                f"{metadata_server!r}: it returned {code}",
-                field="master",
-            )
-        self._pinned = module.ReplicateConfig()
-        self._pinned.with_hard_pin = True  # else the store forgets payloads when memory is short, and says nothing
+    def __init__(self, store: Any, pinned: Any) -> None:
+        """`store`: a `MooncakeDistributedStore` that is set up. `pinned`: how it is to keep payloads."""
+        self._store = store
+        self._pinned = pinned
         self._memory = memory = Memory(self._store, "register_buffer", "unregister_buffer")
         self.buffers = Buffers(memory.add, memory.drop)
         self._lock = threading.Lock()

@@ -14,7 +14,7 @@ import msgspec
 from segue.connectors.base import Gone
 from segue.connectors.fetching import Buffers, Consumer, SourceLost, Taken
 from segue.connectors.mooncake import IDLE_SECONDS, check_protocol
-from segue.connectors.mooncake_client import NOT_FOUND, Client
+from segue.connectors.mooncake_client import NOT_FOUND, Client, join
 from segue.connectors.payload import Encoded, read_from
 from segue.connectors.remote import MAX_BYTES, THRESHOLD_BYTES, RemoteConnector, check_sizes
 from segue.messages.errors import ConfigError
@@ -68,7 +68,7 @@ class MooncakeStoreConnector(RemoteConnector):
         for name, value in (("segment", segment), ("localbuf", localbuf)):
             if value < _MiB:
                 raise ConfigError(f"{name} is {value}; it must be at least 1 MiB", field=name)
-        client = Client(host, metadata_server, master, segment if receives else 0, localbuf, proto, rdma)
+        client = join(host, metadata_server, master, segment if receives else 0, localbuf, proto, rdma)
         super().__init__(
             "Mooncake",
             Stored,
