@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import yaml
+from ray_cluster import RayCluster, cluster
 
 from mooncake_master import Master, running_master
 from namespaces import Host, hosts
@@ -21,6 +22,7 @@ from namespaces import Host, hosts
 TOKEN = "a token of the tests"
 CLIENT = str(Path(__file__).with_name("hosts_client.py"))
 TOYS = str(Path(__file__).parents[1] / "toys")
+PATHS = os.pathsep.join([str(Path(__file__).parents[2] / "src"), TOYS, *filter(None, [os.environ.get("PYTHONPATH")])])
 PATIENCE = 150.0
 """Seconds for a start on a loaded machine."""
 Answer = dict[str, Any]
@@ -36,8 +38,10 @@ class Hosts:
         deployment: Mapping[str, Any],
         logs: Path,
         master: Master | None = None,
+        ray: RayCluster | None = None,
     ) -> None:
         self.master = master
+        self.ray = ray
         self.hosts = {"server": made[0], **{f"node{n}": host for n, host in enumerate(made[1:], 1)}}
         self._model = model
         self._logs = logs
@@ -49,12 +53,13 @@ class Hosts:
         self.running["server"] = made[0].start(
             *("-m", "segue.cli", "serve", "/server/model", "--config", "/deploy/deployment.yaml", "--host", address),
             *("--name", "tiny", "--listen", address),
-            mounts={model: "/server/model", logs / "deploy": "/deploy"},
+            mounts={model: "/server/model", logs / "deploy": "/deploy", **(ray.mounts(0) if ray else {})},
             log=self.log("server"),
-            **self._variables(),
+            **{**self._variables(), **(ray.variables if ray else {})},
         )
         for name in list(self.hosts)[1:]:
-            self.join(name)
+            if ray is None:
+                self.join(name)
 
     def join(self, name: str) -> None:
         self.running[name] = self.hosts[name].start(
@@ -65,8 +70,7 @@ class Hosts:
         )
 
     def _variables(self) -> dict[str, str]:
-        paths = [str(Path(__file__).parents[2] / "src"), TOYS, *filter(None, [os.environ.get("PYTHONPATH")])]
-        return {"SEGUE_JOIN_TOKEN": TOKEN, "PYTHONPATH": os.pathsep.join(paths)}
+        return {"SEGUE_JOIN_TOKEN": TOKEN, "PYTHONPATH": PATHS}
 
     def log(self, name: str) -> Path:
         return self._logs / f"{name}.log"
@@ -84,7 +88,7 @@ class Hosts:
             time.sleep(0.1)
 
     def all_logs(self) -> str:
-        return "\n".join(f"── {name}\n{self.log(name).read_text()[-4000:]}" for name in self.hosts)
+        return "\n".join(f"── {name}\n{self.log(name).read_text()[-4000:]}" for name in self.running)
 
     def asking(self, *prompts: str, seconds: float = 0.0, parallel: int = 4) -> subprocess.Popen[str]:
         """Start clients on the server's host."""
@@ -122,12 +126,16 @@ class Hosts:
 
 
 @contextmanager
-def system(count: int, model: Path, deployment: Mapping[str, Any], logs: Path, master: bool = False) -> Iterator[Hosts]:
-    """`master`: with a Mooncake master on the server's host, as `Hosts.master`."""
+def system(
+    count: int, model: Path, deployment: Mapping[str, Any], logs: Path, *, master: bool = False, ray: bool = False
+) -> Iterator[Hosts]:
+    """`master`: with a Mooncake master on the server's host, as `Hosts.master`. `ray`: the hosts are a Ray cluster,
+    `Hosts.ray`, and nobody else starts nodes."""
     with ExitStack() as stack:
         made = stack.enter_context(hosts(count))
         mooncake = stack.enter_context(running_master(made)) if master else None
-        running = Hosts(made, model, deployment, logs, mooncake)
+        made_ray = stack.enter_context(cluster(made, logs / "ray", {model: "/elsewhere"}, PATHS)) if ray else None
+        running = Hosts(made, model, deployment, logs, mooncake, made_ray)
         stack.callback(running.end)
         running.wait("is served at")
         yield running

@@ -48,6 +48,8 @@ text such as `64MiB` and `1GB`.
     limits: {max_waiting: 2048, max_retries: 2, default_deadline: null, retained_bytes: 256MiB, drain_seconds: 10,
              hang_seconds: 600}
     moves: {queue_age: 5, cooldown: 60}   # seconds a request waits before its stage gets a worker; off without the key
+    placement: join                       # or ray: Ray starts the nodes, instead of `segue join` on each
+    ray: {address: auto, nodes: {second: {num_gpus: 1, accelerator_type: H100}}}   # also num_cpus, resources, model
 
 Of these, diffusion stages have `scheduling` (fcfs or priority), `compile`, `quantization` and `attention` (auto,
 native, cudnn, flash, flash_3, sage, xformers), `gguf: model.gguf` (weights from that file), `offload: layerwise`
@@ -190,6 +192,29 @@ class MovePolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class RayNode:
+    """What Ray reserves for a node: a bundle of a placement group, on a host of its own."""
+
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    accelerator_type: str | None = None
+    """Ray's name of a kind of accelerator, such as H100."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """The cluster's own resources."""
+    model: str | None = None
+    """Directory of the checkpoint there; None: the same as on the server."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayPlan:
+    """The Ray cluster that runs the agents of the nodes."""
+
+    address: str
+    """`HOST:PORT` of its head; `auto`: the cluster that this host belongs to."""
+    nodes: Mapping[str, RayNode]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A graph with its deployment."""
 
@@ -206,6 +231,8 @@ class Plan:
     """None: workers move only on command."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts and replies are token ids."""
+    ray: RayPlan | None = None
+    """None: the nodes join by themselves."""
     said: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Stage → key (devices, dtype, memory_share) → path of the deployment's or caller's setting. Missing keys were
     chosen automatically."""

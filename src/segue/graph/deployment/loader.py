@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from segue.graph.deployment.deployment import Hardware, Limits, MovePolicy, Plan
+from segue.graph.deployment.ray_cluster import ray_plan
 from segue.graph.deployment.section import Section, wrong
 from segue.graph.deployment.stage_plan import CPU, StagePlan
 from segue.graph.deployment.written import Written, read
@@ -54,7 +55,7 @@ def load_plan(
             if "scheduling" not in kind_of(stage.engine).keys:
                 stages[name] = replace(stage, scheduling="priority")
     nodes = {name: stage.node for name, stage in stages.items()}
-    return Plan(
+    made = Plan(
         graph=graph,
         stages=stages,
         edges=plan_edges(graph, connectors, written.wires, groups, nodes),
@@ -65,6 +66,7 @@ def load_plan(
         skip_tokenizer_init=skip_tokenizer_init or written.skip_tokenizer_init,
         said={name: _said(written.stages[name]) for name in graph.topological()},
     )
+    return made if written.ray is None else replace(made, ray=ray_plan(written.ray, made.nodes()))
 
 
 def _moves(section: Section | None) -> MovePolicy | None:

@@ -26,6 +26,8 @@ TOP_KEYS = (
     "runtime",
     "limits",
     "moves",
+    "placement",
+    "ray",
     "skip_tokenizer_init",
 )
 LIMIT_KEYS = tuple(field.name for field in fields(Limits))
@@ -105,6 +107,8 @@ class Written:
     defaults: Section
     """The caller's overrides over the file's `defaults`."""
     skip_tokenizer_init: bool
+    ray: Section | None
+    """None: `placement` is not ray."""
 
 
 def stage_keys() -> tuple[str, ...]:
@@ -135,7 +139,15 @@ def read(graph: StageGraph, values: object, overrides: Mapping[str, Any]) -> Wri
     _, policy = top.find("moves")
     moves = None if policy is None else Section("moves", policy, MOVE_KEYS)
     skips = top.flag("skip_tokenizer_init", False)
-    return Written(stages, wires, dict(_connectors(top)), limits, moves, below, skips)
+    return Written(stages, wires, dict(_connectors(top)), limits, moves, below, skips, _ray(top))
+
+
+def _ray(top: Section) -> Section | None:
+    by_ray = top.choice("placement", "join", ("join", "ray")) == "ray"
+    path, found = top.find("ray")
+    if found is not None and not by_ray:
+        raise ConfigError("ray is set, but placement is not ray", field=path)
+    return Section("ray", top.mapping("ray"), ("address", "nodes")) if by_ray else None
 
 
 def _stage_entries(graph: StageGraph, top: Section) -> Iterator[tuple[str, str, object, tuple[str, ...]]]:

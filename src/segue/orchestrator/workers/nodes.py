@@ -42,6 +42,7 @@ from segue.messages.join import (
 )
 from segue.messages.process import Exited, Kill, Spawn, Spawned, WorkerSpec
 from segue.orchestrator.workers.placement import Host, LocalPlacement
+from segue.orchestrator.workers.ray_agents import RayAgents
 from segue.orchestrator.workers.versions import OTHER_MESSAGES, version_of_segue
 
 log = logging.getLogger(__name__)
@@ -75,13 +76,16 @@ class NodePlacement:
         expected: Sequence[str],
         welcome: Welcome,
         *,
+        agents: RayAgents | None = None,
         on_spawned: Callable[[str, int], None],
         on_exit: Callable[[str, str], None],
         on_node: Callable[[str], None],
         on_node_lost: Callable[[str, str], None],
     ) -> None:
-        """`expected`: names of the nodes that the deployment has. `welcome`: what they are told. `on_node(node)`:
-        workers can be spawned there; `on_node_lost(node, why)`: all its workers are lost."""
+        """`expected`: names of the nodes that the deployment has. `welcome`: what they are told. `agents`: start
+        them; None: others do. `on_node(node)`: workers can be spawned there; `on_node_lost(node, why)`: all its workers
+        are lost."""
+        self._agents = agents
         self._local = local
         self._listen = listen
         self._expected = expected
@@ -118,7 +122,9 @@ class NodePlacement:
             raise
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
         missing = [name for name in self._expected if name not in self._nodes]
-        if missing:
+        if self._agents is not None:
+            self._agents.start()
+        elif missing:
             where = f"{self._listen.host}:{self._listen.port}"
             log.info("waiting for %s: run `segue join %s --name NAME` there", ", ".join(missing), where)
 
@@ -158,10 +164,13 @@ class NodePlacement:
         await self._local.restart()
 
     async def close(self) -> None:
-        """End all workers, on every host. The agents stay, and join again when there is a server again."""
+        """End all workers, on every host. Agents that were started elsewhere stay, and join again when there is a
+        server again."""
         for node in self._nodes.values():
             self._send(node.agent, Fenced())
         self._nodes.clear()
+        if self._agents is not None:
+            await self._agents.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -44,6 +44,7 @@ from segue.orchestrator.workers.lora_adapters import Adapters
 from segue.orchestrator.workers.moves import Moves
 from segue.orchestrator.workers.nodes import NodePlacement
 from segue.orchestrator.workers.placement import LocalPlacement, Placement
+from segue.orchestrator.workers.ray_agents import RayAgents
 from segue.orchestrator.workers.replicas import Replica, Replicas
 
 
@@ -182,6 +183,7 @@ class Supervisor:
             listen,
             self._plan.nodes(),
             Welcome(0, preload, gpus),
+            agents=None if self._plan.ray is None else RayAgents(self._plan.ray, listen),
             on_spawned=self._on_spawned,
             on_exit=self._on_exit,
             on_node=self._on_node,

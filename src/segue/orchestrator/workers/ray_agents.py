@@ -1,0 +1,88 @@
+"""Let a Ray cluster run the agents of nodes, which `segue join` runs elsewhere.
+
+Ray is kept out of this process: a process that uses it is ended by Ray when the cluster's head is gone. So a process of
+its own (`ray_driver`) reserves a host for each node and keeps an actor there; if it ends, another one is started. The
+actors end with it, the workers with the actors, and their requests go on as if the nodes had been lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import logging
+import os
+import sys
+from dataclasses import asdict
+
+from segue.graph.deployment.deployment import RayPlan
+from segue.messages.errors import ConfigError
+from segue.messages.join import Listen
+
+log = logging.getLogger(__name__)
+
+_AGAIN_SECONDS = 5.0
+"""Between the end of a driver and the start of the next one."""
+_END_SECONDS = 20.0
+"""For a driver to give back what it has reserved."""
+
+
+class RayAgents:
+    """The agents of a plan's nodes in a Ray cluster."""
+
+    def __init__(self, plan: RayPlan, listen: Listen) -> None:
+        """Raises `ConfigError` if Ray is not installed, or it is not said how to authenticate."""
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError("placement is ray, but Ray is not installed: pip install 'segue[ray]'", field="placement")
+        mode = os.environ.get("RAY_AUTH_MODE", "token")
+        if mode == "token" and not os.environ.keys() & {"RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"}:
+            raise ConfigError(
+                "placement is ray: set RAY_AUTH_TOKEN_PATH to a file with the cluster's token, here and on every host "
+                "of the cluster, with RAY_AUTH_MODE=token; or RAY_AUTH_MODE=disabled, if only friends reach its ports",
+                field="placement",
+            )
+        self._environment = {**os.environ, "RAY_AUTH_MODE": mode, "RAY_USAGE_STATS_ENABLED": "0"}
+        self._order = json.dumps({"plan": asdict(plan), "listen": [listen.host, listen.port, listen.token]})
+        self._names = ", ".join(plan.nodes)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        log.warning("Ray's processes listen on every interface: let nobody else reach the hosts of the cluster")
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """End the agents, and give their hosts back to the cluster."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def _run(self) -> None:
+        while True:
+            log.info("asking Ray for hosts: %s", self._names)
+            driver = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "segue.orchestrator.workers.ray_driver"),
+                stdin=asyncio.subprocess.PIPE,
+                env=self._environment,
+            )
+            try:
+                assert driver.stdin is not None
+                driver.stdin.write(f"{self._order}\n".encode())
+                code = await driver.wait()
+            finally:
+                await _end(driver)
+            log.error("what keeps nodes in the Ray cluster ended (%d); starting it again", code)
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+
+async def _end(driver: asyncio.subprocess.Process) -> None:
+    """Let a driver end by itself, which it does when its input ends; kill it if it does not."""
+    if driver.returncode is not None:
+        return
+    assert driver.stdin is not None
+    driver.stdin.close()
+    try:
+        await asyncio.wait_for(driver.wait(), _END_SECONDS)
+    except TimeoutError:
+        driver.kill()
+        await driver.wait()

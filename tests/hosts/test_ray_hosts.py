@@ -1,0 +1,37 @@
+"""Nodes that a Ray cluster starts: equal answers, and what becomes of them when Ray's hosts or its head are killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hosts_system import system
+
+pytestmark = pytest.mark.needs("ray")
+PROMPTS = ("hello", "a longer prompt", "x")
+TALKERS = {"num_cpus": 0, "resources": {"talkers": 1}, "model": "/elsewhere"}
+
+
+def deployment(**nodes: object) -> dict[str, object]:
+    return {
+        "placement": "ray",
+        "ray": {"address": "10.77.0.1:6379", "nodes": nodes},
+        "stages": {"tone": {"node": ["server", *nodes], "replicas": 1 + len(nodes), "threads": 1}},
+    }
+
+
+def test_a_host_that_is_killed_costs_no_answer_and_its_node_comes_back(toy_dir: Path, tmp_path: Path) -> None:
+    with system(2, toy_dir, deployment(away=TALKERS), tmp_path, ray=True) as running:
+        assert running.ray is not None
+        running.wait(r"tone\.1-\d+ \(away\) is ready")
+        right = running.ask(*PROMPTS)
+        clients = running.asking(*PROMPTS, seconds=4, parallel=4)
+        running.ray.kill(1)
+        for one in running.answers(clients):
+            assert one["status"] == 200, (one, running.all_logs())
+            assert (one["text"], one["audio"]) == right[one["prompt"]]
+        running.wait("node away is lost")
+        running.ray.start(1)
+        running.wait(r"node away \(10\.77\.0\.2\) has joined", 2)
+        running.wait(r"tone\.1-\d+ \(away\) is ready", 2)
+        assert running.ask(*PROMPTS) == right
