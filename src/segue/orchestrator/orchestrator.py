@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 
 import msgspec
@@ -74,12 +74,13 @@ class Orchestrator:
         load_format: str = "auto",
         on_progress: OnProgress | None = None,
         listen: Listen | None = None,
+        supervise: Callable[..., Supervisor] = Supervisor,
     ) -> None:
         """`sources`: the model of a graph of models (a single model's is called by an empty name) → its checkpoint.
-        `listen`: where other hosts join."""
+        `listen`: where other hosts join. `supervise`: makes the supervisor of its workers."""
         self.plan = plan
         self.graph = plan.graph
-        self.supervisor = Supervisor(
+        self.supervisor = supervise(
             plan,
             self,
             sources=sources,
@@ -497,7 +498,7 @@ class Orchestrator:
                 what = f"stage {stage!r} cannot exchange data with others: no connection between {lost}"
                 self._end(state, StageLost(what, stage=stage))
 
-        state.patience = self._loop.call_later(LINK_PATIENCE, over)
+        state.patience = asyncio.get_running_loop().call_later(LINK_PATIENCE, over)
 
     def worker_lost(self, what: str, *, planned: bool = False) -> None:
         """Restart every affected request on other workers after a death, or fail it if its retries are spent."""
@@ -506,7 +507,7 @@ class Orchestrator:
         for state in list(self.requests.values()):
             if state.given() and not state.workers() <= alive:
                 self._end(state, None)  # the client has everything; only the dead workers' reports are lost
-            elif stages_to_rerun(state.stages, alive) - state.waiting:
+            elif stages_to_rerun(state.stages, alive, state.waiting) - state.waiting:
                 self._lost(state, set(), what, counted=planned or bool(state.blamed - alive))
                 state.blamed &= alive
             elif state.waiting:
@@ -520,4 +521,4 @@ class Orchestrator:
             message = f"stage {what!r} was lost {tries} times while serving this request"
             self._end(state, StageLost(message, stage=what))
             return
-        self._launch(state, stages_to_rerun(state.stages, self.replicas.alive(), again))
+        self._launch(state, stages_to_rerun(state.stages, self.replicas.alive(), again | state.waiting))

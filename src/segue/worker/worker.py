@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 
 from segue.connectors.base import Arrived, Coming, Connector, Gone
 from segue.engines.contract import Holds, StageOutput
@@ -105,25 +106,29 @@ class Worker:
             busy = bool(self.local) or any(stage.engine.has_work() for stage in self.stages.values())
             if not busy and self.meter.changed():
                 self.report()
-            for data in self.peers.receive(wait=not busy):
-                self.handle(decode_for_worker(data))
-            while self.local:
-                self.handle(self.local.popleft())
-            for address, reachable in self.peers.changes():
-                self.on_link(address, reachable=reachable)
-            for chunk, found in self.arrivals.poll():
-                self.on_landed(chunk, found)
-            for stage in self.stages.values():
-                if stage.engine.has_work():
-                    self.step(stage)
-            if self.outbox.waiting():
-                self.outbox.pump()
-                self.unpause()
-            if self.meter.due(STATS_EVERY):
-                self.report()
+            self.turn(self.peers.receive(wait=not busy))
         self.outbox.close()
         for connector in self.all_connectors:
             connector.close()
+
+    def turn(self, received: Iterable[bytes]) -> None:
+        """Handle messages, then let each engine that has work take one step."""
+        for data in received:
+            self.handle(decode_for_worker(data))
+        while self.local:
+            self.handle(self.local.popleft())
+        for address, reachable in self.peers.changes():
+            self.on_link(address, reachable=reachable)
+        for chunk, found in self.arrivals.poll():
+            self.on_landed(chunk, found)
+        for stage in self.stages.values():
+            if stage.engine.has_work():
+                self.step(stage)
+        if self.outbox.waiting():
+            self.outbox.pump()
+            self.unpause()
+        if self.meter.due(STATS_EVERY):
+            self.report()
 
     # ── one step ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -456,8 +461,10 @@ class Worker:
         source = chunk.source.stage
         edge = (stage_of(source), stage_of(chunk.target))
         payload, unused = {}, Unused(source, chunk.seq, None)
-        if isinstance(found, Gone):
+        gap = chunk.seq > visit.next_seq[source]  # the chunks before it were lost with a connection
+        if isinstance(found, Gone) or gap:
             self.meter.lost(edge)
+            self.arrivals.refuse(chunk)
             # its producer died between sending and our reading; the orchestrator knows which worker it was
             self.tell_lost(chunk.request_id, chunk.target, visit.begin.attempt, source)
             return

@@ -271,20 +271,23 @@ class Supervisor:
 
     async def _read(self, inbox: zmq.asyncio.Socket) -> None:
         while True:
-            message = decode_for_orchestrator(await inbox.recv())
-            match message:
-                case Stats():
-                    self._on_stats(message)
-                case Loading():
-                    self._on_loading(message)
-                case Ready():
-                    self._on_ready(message)
-                case StartFailed():
-                    self._on_start_failed(message)
-                case AdapterLoaded():
-                    self.adapters.loaded(message)
-                case _:
-                    self._owner.receive(message)
+            self.receive(decode_for_orchestrator(await inbox.recv()))
+
+    def receive(self, message: ToOrchestrator) -> None:
+        """Handle a worker's message."""
+        match message:
+            case Stats():
+                self._on_stats(message)
+            case Loading():
+                self._on_loading(message)
+            case Ready():
+                self._on_ready(message)
+            case StartFailed():
+                self._on_start_failed(message)
+            case AdapterLoaded():
+                self.adapters.loaded(message)
+            case _:
+                self._owner.receive(message)
 
     def _close_sockets(self) -> None:
         for socket in [*self._out.values(), *filter(None, [self._inbox])]:
