@@ -213,7 +213,8 @@ class StageRunner:
         deltas = _numbered(client_deltas(visit.request, output, visit.made), visit)
         end = end_of(output) if output.finished and visit.request.outputs > 1 else None
         turn = turn_end_of(output) if output.turn_ended else None
-        if not deltas and not tokens.token_ids and not output.prompt_tokens and end is None:
+        silent = not deltas and not tokens.token_ids and not output.prompt_tokens
+        if silent and end is None and turn is None:
             return None
         return Emission(
             request_id=visit.request_id,

@@ -22,6 +22,8 @@ from segue.orchestrator.outputs import RequestOutput
 
 GOLDEN = Path(__file__).parents[2] / "models" / "omni" / "bagel" / "golden"
 CASES: dict[str, dict[str, Any]] = json.loads((GOLDEN / "cases.json").read_text())
+TEXTS = 39
+"""Most tokens of each text of a story."""
 EVERY = 11
 """Of the numbers of an image, those that are recorded."""
 
@@ -45,33 +47,53 @@ def prompt(name: str) -> dict[str, Any]:
     asked = {"height": case["size"][0], "width": case["size"][1]} if "size" in case else {}
     return {
         "messages": messages,
-        "modalities": ["text", "image"] if "think" in case else ["image"],
+        "modalities": ["text", "image"] if "think" in case or "images" in case else ["image"],
         "num_inference_steps": case["steps"],
         "guidance_scale": guidance["text"],
         "progress": True,
         "seed": case["seed"],
-        "sampling": {"llm": SamplingParams(max_tokens=60)},
+        "sampling": {"llm": SamplingParams(max_tokens=TEXTS if "images" in case else 60)},
         "options": {
             "cfg_img_scale": guidance["image"],
             "cfg_interval": [guidance["above"], guidance["upto"]],
             "cfg_renorm_type": guidance["renorm"],
             "cfg_renorm_min": guidance["least"],
+            **({"interleave": case["images"]} if "images" in case else {}),
         },
         **asked,
     }
 
 
 def check(output: RequestOutput, name: str) -> None:
+    if "images" in CASES[name]:
+        check_story(output, name)
+        return
     [image] = output.images
-    assert isinstance(image, Image.Image)
-    ours = np.asarray(image).astype(np.int64).transpose(2, 0, 1).reshape(-1)[::EVERY]
-    recorded = load_file(GOLDEN / "golden.safetensors")[f"{name}.pixels"]
-    gold = np.round((recorded / 2 + 0.5).clip(0, 1) * 255).astype(np.int64)
-    assert np.abs(ours - gold).max() <= 1
-    assert len(set(gold.tolist())) > 50
+    check_image(image, f"{name}.pixels")
     thoughts = json.loads((GOLDEN / "golden.json").read_text())["thoughts"].get(name)
     if thoughts is not None:
         assert output.text == thoughts
+
+
+def check_story(output: RequestOutput, name: str) -> None:
+    """All texts and images; the ids of each text, with its end if it was not cut."""
+    texts = [load_file(GOLDEN / "golden.safetensors")[f"{name}.ids.{number}"].tolist()[1:] for number in range(3)]
+    left = list(output.token_ids["llm"])
+    for text in texts:
+        assert left[: len(text)] == text
+        left = left[len(text) + (len(text) < TEXTS) :]
+    assert not left
+    assert len(output.images) == CASES[name]["images"]
+    for number, image in enumerate(output.images):
+        check_image(image, f"{name}.pixels.{number}")
+
+
+def check_image(image: Image.Image, recorded_as: str) -> None:
+    ours = np.asarray(image).astype(np.int64).transpose(2, 0, 1).reshape(-1)[::EVERY]
+    recorded = load_file(GOLDEN / "golden.safetensors")[recorded_as]
+    gold = np.round((recorded / 2 + 0.5).clip(0, 1) * 255).astype(np.int64)
+    assert np.abs(ours - gold).max() <= 1
+    assert len(set(gold.tolist())) > 50
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +104,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 def test_all_at_once(system: System) -> None:
-    names = ("draw", "edit", "think")
+    names = ("draw", "edit", "think", "story", "story")
     for output, name in zip(system.ask(*map(prompt, names)), names, strict=True):
         check(output, name)
 
@@ -94,6 +116,11 @@ def test_all_at_once(system: System) -> None:
         ("edit", ProgressDelta, 2),
         pytest.param("think", ProgressDelta, 2, marks=pytest.mark.nightly),
         pytest.param("draw", ProgressDelta, 6, marks=pytest.mark.nightly),
+        pytest.param("story", TextDelta, 5, marks=pytest.mark.nightly),
+        pytest.param("story", ProgressDelta, 2, marks=pytest.mark.nightly),
+        pytest.param("story", ProgressDelta, 3, marks=pytest.mark.nightly),
+        ("story", ProgressDelta, 5),
+        pytest.param("story", TextDelta, 43, marks=pytest.mark.nightly),
     ],
 )
 def test_killed_at_work(system: System, name: str, kind: type[Delta], when: int) -> None:

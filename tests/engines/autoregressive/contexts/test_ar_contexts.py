@@ -39,6 +39,9 @@ class Asked:
         self.sequences, self.thinks = payload["sequences"], payload["thinks"]
         return final
 
+    def visited(self) -> None:
+        """Nothing: a request is visited once."""
+
     def thoughts(self) -> Prompt | None:
         return Prompt(self.sequences[0]) if self.thinks else None
 

@@ -29,6 +29,8 @@ from segue.models.omni.bagel.vision import patches, places, unpatched
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES: dict[str, dict[str, Any]] = json.loads((GOLDEN / "cases.json").read_text())
+STORY = CASES.pop("story")
+"""Texts and images by turns."""
 
 
 @dataclass
@@ -209,6 +211,51 @@ class Done:
     logits: Tensor | None = None
     """Of a reply."""
     drawn: Drawn | None = None
+
+
+@dataclass
+class Told:
+    """What came of a story."""
+
+    texts: list[list[int]]
+    """Ids of each, with the mark that begins it and without the one that ends it."""
+    drawn: list[Drawn]
+
+
+def told(reference: Bagel, case: dict[str, Any], most: int) -> Told:
+    """Texts and images by turns. `most`: tokens of a text, its first mark included."""
+    noise = torch.Generator().manual_seed(case["seed"])
+    whole, without_image, without_text = Sequence(), Sequence(), Sequence()
+    made = Told([], [])
+    if "image" in case:
+        image = reference.edited(picture(*case["image"]))
+        reference.edit(whole, pixels(image), noise)
+        reference.see(whole, pixels(reference.seen(image)))
+        without_text = whole.copied()
+    reference.read(whole, case["text"])
+    reference.read(without_image, case["text"])
+    for number in range(case["images"] + 1):
+        ids, _ = reference.answer(whole, most)
+        made.texts.append(ids)
+        if number < case["images"]:
+            text = reference.tokenizer.decode(ids[1:])
+            reference.read(whole, text)
+            guidance, size = Guidance(**case["guidance"]), tuple(case["size"])
+            drawn = reference.draw(whole, without_text, without_image, size, case["steps"], guidance, noise)
+            made.drawn.append(drawn)
+            reference.read(without_image, text)
+            image = reference.edited(shown(drawn.pixels))
+            reference.edit(whole, pixels(image), noise)
+            reference.see(whole, pixels(reference.seen(image)))
+            without_text = whole.copied()
+    return made
+
+
+def shown(pixels: Tensor) -> Image.Image:
+    """[3, height, width] in about [-1, 1] → the image that a client gets."""
+    levels = ((pixels / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+    height, width = levels.shape[1:]
+    return Image.frombytes("RGB", (width, height), bytes(levels.permute(1, 2, 0).flatten().tolist()))
 
 
 def carried_out(reference: Bagel, case: dict[str, Any], most: int) -> Done:

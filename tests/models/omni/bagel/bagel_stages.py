@@ -78,6 +78,7 @@ class Stages:
     """The stage models of a worker that has all stages, or (`draws` False) all but the denoiser."""
 
     def __init__(self, directory: Path, *, draws: bool = False) -> None:
+        self.directory = directory
         base = {"model_dir": directory, "device": CPU, "dtype": torch.float32}
         self.same_worker = SameWorker(frozenset({"llm", "denoiser"} if draws else {"llm"}))
         self.input = STAGE_MODELS["input"](LoadContext(stage="input", **base))
@@ -141,8 +142,7 @@ class Drawing:
         payload = self.stages.input.process(request)
         encoders = {"encoder", "vae_encoder"} if payload["media"] else set()
         sampling = SamplingParams(max_tokens=THOUGHTS).over(self.stages.llm.default_sampling).over(FALLBACK)
-        self.denoiser.add(stage_request(name, "denoiser", {"input", "llm"}, request))
-        self.denoiser.feed(name, "input", sent("input", "denoiser", payload), final=True)
+        self.denoiser.add(stage_request(name, "denoiser", {"llm"}, request))
         self.reader.add(
             stage_request(
                 name,

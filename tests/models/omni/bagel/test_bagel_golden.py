@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from bagel_reference import CASES, GOLDEN, Bagel, Sequence, carried_out
+from bagel_reference import CASES, GOLDEN, STORY, Bagel, Sequence, Told, carried_out, told
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -68,6 +68,34 @@ def test_the_model_does_what_the_reference_does(reference: Bagel, name: str) -> 
         assert made.ids == recorded()[f"{name}.ids"].tolist()
         assert len(made.ids) < MOST  # it ended by itself
     assert made.thoughts == json.loads((GOLDEN / "golden.json").read_text())["thoughts"].get(name, "")
+
+
+TEXTS = 40
+"""Tokens of each text of a story, as in `make_golden.py`."""
+
+
+def apart_in(told_: Told) -> float:
+    """How far the images of a story are from what is recorded."""
+    pairs = [
+        (ours, recorded()[f"story.{kind}.{number}"])
+        for number, drawn in enumerate(told_.drawn)
+        for kind, ours in (("velocities", drawn.velocities), ("pixels", drawn.pixels.flatten()[::EVERY]))
+    ]
+    return max(_apart(ours, gold) for ours, gold in pairs)
+
+
+def test_texts_and_images_by_turns(reference: Bagel) -> None:
+    made = told(reference, STORY, TEXTS)
+    assert made.texts == [recorded()[f"story.ids.{number}"].tolist() for number in range(3)]
+    lengths = list(map(len, made.texts))
+    assert TEXTS in lengths, "one is cut"
+    assert min(lengths) > 3
+    assert lengths[-1] < TEXTS, "others end"
+    assert apart_in(made) < WITHIN
+    again = told(reference, {**STORY, "seed": 6}, TEXTS)
+    assert apart_in(again) > 10 * WITHIN
+    assert again.texts[0] == made.texts[0]
+    assert again.texts[1:] != made.texts[1:], "it has seen another image"
 
 
 @contextmanager

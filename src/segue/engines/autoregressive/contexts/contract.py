@@ -4,7 +4,7 @@ that attends to them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from segue.engines.autoregressive.contract import Prompt
@@ -29,21 +29,27 @@ class Contexts:
     """What a request reads."""
 
     prompts: Sequence[Prompt]
-    """The last token of each only follows its context, and is not computed."""
+    """The last token of each only follows its context, and is not computed. Empty: nobody attends to this visit."""
     views: Sequence[View]
+    settings: Payload = field(default_factory=dict)
+    """Sent along with the views."""
 
 
 class Reading(Protocol):
     """The inputs of one request that reads contexts. A stage model makes it."""
 
     def feed(self, upstream: str, payload: Payload, *, final: bool) -> bool:
-        """Take one chunk from upstream; returns whether all input has arrived. Raises `InvalidRequest`."""
+        """Take one chunk from upstream; returns whether all input of the first visit has arrived. Raises
+        `InvalidRequest`."""
+
+    def visited(self) -> None:
+        """Begin a visit, whose input has all arrived."""
 
     def thoughts(self) -> Prompt | None:
         """The prompt of a reply that is drawn first and becomes part of the contexts; None: there is none."""
 
     def contexts(self, thoughts: Sequence[int]) -> Contexts:
-        """What is read. `thoughts`: the ids of the reply, its end token included."""
+        """What is read in this visit. `thoughts`: the ids of its reply, its end token included."""
 
 
 @runtime_checkable

@@ -15,6 +15,9 @@ read or lend fit into the pool together; until then it waits here, first come, f
 that wait in the engine. So every request that began to read gets its blocks: from free ones, or from sequences that
 lend nothing, which are preempted and recomputed.
 
+**Visits.** A request to which a walk returns thinks and lends once in each visit. Each reply is a sequence of its own,
+whose prompt is all that was read and written before: the prefix cache has it. What a visit lends ends with the next.
+
 **Recovery.** Thoughts are journalled and resumed like any reply. Contexts are prefilled again.
 """
 
@@ -33,7 +36,7 @@ from segue.engines.contract import Payload, StageRequest
 from segue.engines.entries import as_error
 from segue.kernels.kv.store import KVStore
 from segue.messages.errors import InvalidRequest, SegueError, TooLong
-from segue.messages.sampling import FALLBACK
+from segue.messages.sampling import FALLBACK, turn_seed
 
 
 @dataclass(slots=True)
@@ -42,9 +45,18 @@ class _Entry:
 
     request: StageRequest
     reading: Reading
+    visit: int = -1
+    """The visit that has begun."""
+    thinking: str = ""
+    """The engine's request for its thoughts, while they are drawn."""
     thoughts: list[int] = field(default_factory=list)
+    """Of this visit."""
+    before: int = 0
+    """Units of earlier visits."""
     end: TokenOutput | None = None
     """The last output of its thoughts: they have ended."""
+    over: bool = False
+    """Its last output was made: it only lends."""
     contexts: Contexts | None = None
     """Set when it waits to read, reads, or lends."""
     need: int = 0
@@ -70,7 +82,8 @@ class ContextEngine:
         """Request of the engine → the request that it is a sequence of."""
         self._leases: dict[int, _Entry] = {}
         self._numbers = itertools.count()
-        self._failed: list[TokenOutput] = []
+        self._closed: list[TokenOutput] = []
+        """Last outputs of requests that failed or were closed between two steps."""
         self.audit = engine.audit
         self.warm_up = engine.warm_up
 
@@ -93,7 +106,10 @@ class ContextEngine:
     def release(self, lease: int) -> None:
         """End a lease and free its blocks. One that has ended is ignored."""
         if lease in self._leases:
-            self._leave(self._leases[lease].request.request_id)
+            entry = self._leases[lease]
+            self._give_back(entry)
+            if entry.over:
+                self._leave(entry.request.request_id)
 
     # --- the contract of an engine -----------------------------------------------------------------------------------
 
@@ -104,7 +120,7 @@ class ContextEngine:
             self._engine.add(request)
             return
         old = self._entries.get(request.request_id)
-        if old is not None and old.lease is None:
+        if old is not None and not old.over:
             raise InvalidRequest(f"request {request.request_id!r} is running already", field="request_id")
         self._leave(request.request_id)  # of an earlier attempt, which is done here
         self._entries[request.request_id] = _Entry(request, reading)
@@ -115,28 +131,49 @@ class ContextEngine:
             self._engine.feed(request_id, upstream, payload, final=final)
             return
         try:
-            if entry.reading.feed(upstream, payload, final=final):
+            if entry.reading.feed(upstream, payload, final=final) and not entry.request.returns:
                 self._begin(entry)
         except SegueError as error:
             self._fail(request_id, error)
+
+    def go_on(self, request_id: str) -> None:
+        """As `Holds`: all input of this visit has been fed."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            self._engine.go_on(request_id)
+            return
+        try:
+            self._begin(entry)
+        except Exception as error:  # only this request fails
+            self._fail(request_id, error)
+
+    def close(self, request_id: str) -> None:
+        """As `Holds`: there is no further visit."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            self._engine.close(request_id)
+            return
+        self._closed.append(self._last(entry))
+        if entry.lease is None:
+            self._leave(request_id)
 
     def cancel(self, request_id: str) -> None:
         """Drop a request, also one that has ended here and still lends."""
         self._leave(request_id)
         self._engine.cancel(request_id)
-        self._failed = [output for output in self._failed if output.request_id != request_id]
+        self._closed = [output for output in self._closed if output.request_id != request_id]
 
     def pause(self, request_id: str) -> None:
-        self._engine.pause(request_id)
+        self._engine.pause(self._inner(request_id))
 
     def resume(self, request_id: str) -> None:
-        self._engine.resume(request_id)
+        self._engine.resume(self._inner(request_id))
 
     def backlog(self, request_id: str) -> int:
         return 0 if request_id in self._entries else self._engine.backlog(request_id)
 
     def has_work(self) -> bool:
-        return bool(self._failed) or self._engine.has_work() or self._next() is not None
+        return bool(self._closed) or self._engine.has_work() or self._next() is not None
 
     def step(self) -> list[TokenOutput]:
         """Let waiting requests begin to read, run the engine's step, and return views that are complete."""
@@ -147,8 +184,8 @@ class ContextEngine:
                 self._fail(entry.request.request_id, error)
         outputs = [kept for output in self._engine.step() if (kept := self._taken(output)) is not None]
         outputs += [self._lent(entry) for entry in self._entries.values() if self._complete(entry)]
-        failed, self._failed = self._failed, []
-        return failed + outputs
+        closed, self._closed = self._closed, []
+        return closed + outputs
 
     def stats(self) -> dict[str, float]:
         """As the engine's, and requests that read or lend."""
@@ -161,19 +198,44 @@ class ContextEngine:
     # --- a request that reads ----------------------------------------------------------------------------------------
 
     def _begin(self, entry: _Entry) -> None:
-        """All input has arrived: think, or wait to read."""
+        """All input of a visit has arrived: think, or wait to read."""
+        if entry.lease is not None:
+            self._give_back(entry)  # what followed from it has come back
+        entry.before, entry.thoughts, entry.end = entry.before + len(entry.thoughts), [], None
+        entry.visit += 1
+        entry.reading.visited()
         prompt = entry.reading.thoughts()
         if prompt is None:
             self._plan(entry)
             return
-        self._engine.add(entry.request)
-        self._engine.give(entry.request.request_id, Fed(prompt=prompt))
+        request, visit = entry.request, entry.visit
+        if request.returns:
+            request = replace(
+                request,
+                request_id=f"{request.request_id}\0text {visit}",
+                seed=turn_seed(request.seed, visit),
+                resume=request.resume[
+                    entry.before : request.turns[visit].units if visit < len(request.turns) else None
+                ],
+                turns=[],
+                returns=False,
+            )
+        entry.thinking = request.request_id
+        self._owner[entry.thinking] = entry.request.request_id
+        self._engine.add(request)
+        self._engine.give(entry.thinking, Fed(prompt=prompt))
+
+    def _inner(self, request_id: str) -> str:
+        """The engine's request for what a request draws."""
+        entry = self._entries.get(request_id)
+        return request_id if entry is None else entry.thinking
 
     def _plan(self, entry: _Entry) -> None:
         """Determine what it reads. Raises `TooLong` if that does not fit into the cache."""
         limits, total = self._engine.resources.scheduler.limits, self._engine.resources.pool.total
-        entry.contexts = entry.reading.contexts(entry.thoughts)
-        lengths = [len(prompt.token_ids) for prompt in entry.contexts.prompts]
+        contexts = entry.reading.contexts(entry.thoughts)
+        entry.contexts = contexts if contexts.prompts else None
+        lengths = [len(prompt.token_ids) for prompt in contexts.prompts]
         entry.need = sum(map(limits.need, lengths))
         if entry.need > total:
             raise TooLong(
@@ -209,6 +271,8 @@ class ContextEngine:
                 to_client=frozenset(),
                 resume=[],
                 resume_others=[],
+                turns=[],
+                returns=False,
             )
             self._engine.add(plain)
             entry.keys.append(key)
@@ -217,8 +281,10 @@ class ContextEngine:
 
     def _taken(self, output: TokenOutput) -> TokenOutput | None:
         """An output of the engine as one of this stage; None if it is only of use here."""
-        if (owner := self._owner.get(output.request_id)) is not None:
-            entry = self._entries[owner]
+        if (owner := self._owner.get(output.request_id)) is None:
+            return output
+        entry = self._entries[owner]
+        if output.request_id != entry.thinking:
             if output.error is not None:
                 self._fail(owner, output.error)
             elif output.request_id == entry.keys[0]:
@@ -228,20 +294,25 @@ class ContextEngine:
                     "modality_tokens": output.modality_tokens,
                 }
             return None
-        thinking = self._entries.get(output.request_id)
-        if thinking is None:
-            return output
+        output.request_id = owner
         if output.error is not None:
-            self._leave(output.request_id)
+            self._leave(owner)
             return output
-        thinking.thoughts += output.token_ids
+        entry.thoughts += output.token_ids
+        output.first_index += entry.before
+        if output.prompt_tokens and entry.before:  # what it wrote itself was not sent to it
+            output.prompt_tokens -= entry.before
+            output.modality_tokens = {**output.modality_tokens, "text": output.modality_tokens["text"] - entry.before}
         if output.finished:
-            output.finished = False
-            thinking.end = output
+            output.finished, entry.end = False, output
+            del self._owner[entry.thinking]
+            entry.thinking = ""
             try:
-                self._plan(thinking)
+                self._plan(entry)
             except Exception as error:  # as above
-                self._fail(output.request_id, error)
+                self._fail(owner, error)
+            else:
+                output.turn_ended = entry.request.returns and not entry.need
         return output
 
     def _complete(self, entry: _Entry) -> bool:
@@ -251,38 +322,57 @@ class ContextEngine:
         return all(self._engine.lent(key) is not None for key in entry.keys)
 
     def _lent(self, entry: _Entry) -> TokenOutput:
-        """The last output of a request: its views."""
+        """The last output of a request, or of a visit: its views."""
         assert entry.contexts is not None
         entry.lease = next(self._numbers)
         self._leases[entry.lease] = entry
+        output = self._ended(entry)
+        output.payload = {
+            "lease": entry.lease,
+            "views": [[view.sequence, view.length, view.position] for view in entry.contexts.views],
+            **entry.contexts.settings,
+        }
+        output.turn_ended, output.finished = entry.request.returns, not entry.request.returns
+        entry.over = output.finished
+        return output
+
+    def _last(self, entry: _Entry) -> TokenOutput:
+        """The last output of a request that is closed after a visit."""
+        output = self._ended(entry)
+        output.finished = entry.over = True
+        return output
+
+    def _ended(self, entry: _Entry) -> TokenOutput:
         end = entry.end
         return TokenOutput(
             entry.request.request_id,
-            first_index=len(entry.thoughts),
-            payload={
-                "lease": entry.lease,
-                "views": [[view.sequence, view.length, view.position] for view in entry.contexts.views],
-            },
-            finished=True,
+            first_index=entry.before + len(entry.thoughts),
             finish_reason="stop" if end is None else end.finish_reason,
             stop_reason=None if end is None else end.stop_reason,
             cumulative_logprob=None if end is None else end.cumulative_logprob,
             **({} if end is not None else entry.counts),
         )
 
-    def _leave(self, request_id: str) -> None:
-        """Forget a request that reads or lends, and free its blocks."""
-        entry = self._entries.pop(request_id, None)
-        if entry is None:
-            return
+    def _give_back(self, entry: _Entry) -> None:
+        """Free the blocks that a request reads or lends."""
         if entry.lease is not None:
             del self._leases[entry.lease]
         for key in entry.keys:
             del self._owner[key]
             self._engine.cancel(key)
+        entry.lease, entry.keys, entry.contexts, entry.need = None, [], None, 0
+
+    def _leave(self, request_id: str) -> None:
+        """Forget a request that reads or lends, and free its blocks."""
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return
+        self._give_back(entry)
+        if entry.thinking:
+            del self._owner[entry.thinking]
+            self._engine.cancel(entry.thinking)
 
     def _fail(self, request_id: str, error: Exception) -> None:
         """Report a failure with the next outputs."""
         self._leave(request_id)
-        self._engine.cancel(request_id)
-        self._failed.append(TokenOutput(request_id, error=as_error(error)))
+        self._closed.append(TokenOutput(request_id, error=as_error(error)))

@@ -7,8 +7,7 @@ attend to the same keys and values. Read `graph` and `decoder`, then `vision` (i
 In neither transformers nor diffusers. The layers are built of Qwen2's, the vision tower is SigLIP's encoder, the VAE is
 diffusers' `AutoencoderKL` under other names. Written from the paper (arXiv 2505.14683) and the published parameter
 names, and compared with tensors of the public reference. Served: replies to texts and images, images from texts, edited
-images, and images that the model first thinks about; not yet texts and images in turn, which take walks that come back
-to a stage.
+images, images that the model first thinks about, and texts and images by turns (`drawn`), a walk that returns.
 
 Doors: `family`, `config`, `loading`, `sizes`, `vision`.
 """

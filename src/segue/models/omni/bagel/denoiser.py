@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast
 
@@ -61,14 +61,11 @@ class Flow:
 
 @dataclass(slots=True)
 class _State:
-    """The inputs of one request that have arrived."""
+    """One request."""
 
     request: StageRequest
-    drawing: Drawing | None = None
-    views: list[View] | None = None
     lease: int | None = None
-    """Of their blocks."""
-    final: set[str] = field(default_factory=set)
+    """Of the blocks that it reads; None: it has none yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,23 +116,17 @@ class ImageDenoiser:
         return _State(request)
 
     def feed(self, state: _State, upstream: str, payload: Payload, *, final: bool) -> list[Sample]:
-        """The input stage's settings and the reader's views → the samples, once both are there."""
-        if payload and upstream == READER:
-            state.lease, state.views = payload["lease"], [View(*view) for view in payload["views"]]
-        elif payload:
-            state.drawing = msgspec.convert(payload["drawing"], Drawing)
-        if final:
-            state.final.add(upstream)
-        if state.final != state.request.upstreams or state.views is None or state.drawing is None:
+        """The reader's views and the settings → the samples."""
+        if not payload:
             return []
-        drawing, count = state.drawing, state.drawing.count
-        noise = noise_of_drawing(
-            state.request, self._config.vae.z_channels, drawing.given, (count, *self._shape(drawing))
-        )
+        state.lease, views = payload["lease"], [View(*view) for view in payload["views"]]
+        drawing = msgspec.convert(payload["drawing"], Drawing)
+        shape = (drawing.count, *self._shape(drawing))
+        noise, _ = noise_of_drawing(state.request, self._config.vae.z_channels, drawing, shape, state.request.visit)
         name = state.request.request_id
         return [
-            self._sample(name, drawing, index, noise[index : index + 1], state.views, state.lease)
-            for index in range(count)
+            self._sample(name, drawing, index, noise[index : index + 1], views, state.lease)
+            for index in range(drawing.count)
         ]
 
     def branches(self, sample: Sample) -> Sequence[int]:

@@ -1,7 +1,8 @@
 """What a request says about the image that it wants. No torch here.
 
 The model's own settings are options of a request, under the names of the published code: `cfg_img_scale`,
-`cfg_interval`, `cfg_renorm_type`, `cfg_renorm_min`, `timestep_shift`, and `think`. `guidance_scale` is its
+`cfg_interval`, `cfg_renorm_type`, `cfg_renorm_min`, `timestep_shift`, and `think`. Ours is `interleave`, the number of
+images in a reply of texts and images by turns. `guidance_scale` is its
 `cfg_text_scale`, `num_inference_steps` its `num_timesteps`.
 """
 
@@ -17,10 +18,14 @@ from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import InvalidRequest, TooLarge, wrong
 from segue.messages.request import Request
 from segue.models.omni.bagel.config import Config
+from segue.models.omni.bagel.graph import INTERLEAVE, MOST_IMAGES
+from segue.models.omni.bagel.sizes import edited, scaled
 from segue.models.shared.diffusion.sizes import Sizes
 
 Renorm = Literal["global", "channel", "text_channel"]
-OPTIONS = frozenset({"think", "cfg_img_scale", "cfg_interval", "cfg_renorm_type", "cfg_renorm_min", "timestep_shift"})
+OPTIONS = frozenset(
+    {"think", INTERLEAVE, "cfg_img_scale", "cfg_interval", "cfg_renorm_type", "cfg_renorm_min", "timestep_shift"}
+)
 _TAKES = frozenset(
     {
         *("height", "width", "num_inference_steps", "num_images_per_prompt", "guidance_scale"),
@@ -72,6 +77,10 @@ class Drawing(msgspec.Struct, frozen=True, kw_only=True):
     partial_images: int
     given: tuple[tuple[int, int], ...]
     """(height, width) in latents of each image that is edited: their noise is drawn first."""
+    images: int = 0
+    """Of a reply of texts and images by turns, which ends with a text; 0: the reply is another."""
+    echo: tuple[int, int] = (0, 0)
+    """(height, width) in latents of an image of such a reply when it is read again."""
 
     @property
     def params(self) -> DiffusionParams:
@@ -128,17 +137,21 @@ def drawing_of(request: Request, config: Config, limits: OutputLimits, images: l
         raise wrong("num_inference_steps", timesteps, "at least 2: the model is called once less")
     if params.partial_images > max(_PREVIEWS, timesteps - 2):
         raise wrong("partial_images", params.partial_images, f"at most {timesteps - 2}, one less than its calls")
+    think, interleaved = _think(request), _images(request, params.num_images_per_prompt, limits)
     scale = config.vae.downsample
+    across, down = scaled(width, height, edited(config))
     return Drawing(
         height=height,
         width=width,
         timesteps=timesteps,
         count=params.num_images_per_prompt,
-        think=_think(request),
+        think=think,
         guidance=_guidance(params.guidance_scale, request.options),
         shift=_number(request.options, "timestep_shift", 3.0, least=0.0, above=True),
         partial_images=params.partial_images,
         given=tuple((height // scale, width // scale) for height, width in images),
+        images=interleaved,
+        echo=(down // scale, across // scale),
     )
 
 
@@ -155,6 +168,23 @@ def _think(request: Request) -> bool:
             field="options.think",
         )
     return think
+
+
+def _images(request: Request, count: int, limits: OutputLimits) -> int:
+    """The number of images in a reply of texts and images by turns; 0: it is another."""
+    if INTERLEAVE not in request.options:
+        return 0
+    images, field = request.options[INTERLEAVE], f"options.{INTERLEAVE}"
+    most = min(limits.max_outputs, MOST_IMAGES)
+    if isinstance(images, bool) or not isinstance(images, int) or images < 1:
+        raise wrong(field, images, "a number of images, at least 1")
+    if images > most:
+        raise TooLarge(f"{field} is {images}; at most {most}", field=field)
+    if "text" not in request.modalities:
+        raise InvalidRequest(f"{field} is given, but modalities has no text: name text and image", field=field)
+    if count > 1:
+        raise wrong("num_images_per_prompt", count, f"1: {field} is the number of images")
+    return images
 
 
 def _guidance(scale: float | None, options: Mapping[str, Any]) -> Guidance:

@@ -6,7 +6,6 @@ mark ends the prompt. The model knows no roles.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 
 import msgspec
@@ -21,12 +20,11 @@ from segue.media.limits import MediaLimits
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.messages.request import ChatOptions, MediaPart, Message, Request, TextPart
-from segue.models.omni.bagel import sizes
 from segue.models.omni.bagel.config import read_config
 from segue.models.omni.bagel.drawing import OPTIONS, OutputLimits, drawing_of
 from segue.models.omni.bagel.graph import draws
+from segue.models.omni.bagel.images import edited, exact, seen
 from segue.models.omni.bagel.passages import MARKS, Marks, Passages
-from segue.models.omni.bagel.vision import patches
 from segue.models.shared.input_stage import InputStage
 from segue.models.shared.text.prompt import (
     check_length,
@@ -89,7 +87,7 @@ class InputProcessor(InputStage):
                     if isinstance(passage, list):
                         prompt.text(passage)
                     else:
-                        media.append(self._seen(self._edited(passage)))
+                        media.append(seen(self._scaled(passage), self._config))
                         prompt.image(self._marks, len(media[-1]["patches"]), len(media) - 1)
                 prompt.text([self._marks.begin])
             case "prompt":
@@ -126,13 +124,13 @@ class InputProcessor(InputStage):
                 passages.append(passage)
             else:
                 passages.append(len(images))
-                images.append(self._edited(passage))
+                images.append(self._scaled(passage))
         if not passages:
             raise InvalidRequest("messages have neither text nor images: say what to draw", field="messages")
         drawing = drawing_of(request, self._config, self._outputs, [(one.height, one.width) for one in images])
-        if drawing.think and not any(message.role == "system" for message in messages):
+        if drawing.think and not drawing.images and not any(message.role == "system" for message in messages):
             passages.insert(0, self._text(THINK))
-        media = [{**self._seen(image), **_exact(image)} for image in images]
+        media = [{**seen(image, self._config), **exact(image)} for image in images]
         whole = Passages()
         for one in passages:
             if isinstance(one, list):
@@ -186,36 +184,8 @@ class InputProcessor(InputStage):
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return [self._marks.begin, *ids, self._marks.end]
 
-    def _edited(self, part: MediaPart) -> Image.Image:
-        """An image at the size at which it is edited. As published, one that is only looked at is scaled to it, too."""
-        image = Image.fromarray(decode_image(part, self._limits))
-        return image.resize(sizes.scaled(*image.size, sizes.edited(self._config)), Image.Resampling.BICUBIC)
-
-    def _seen(self, image: Image.Image) -> Payload:
-        """An image of `_edited` as the vision tower sees it."""
-        image = image.resize(sizes.scaled(*image.size, sizes.seen(self._config)), Image.Resampling.BICUBIC)
-        size = self._config.vit.patch_size
-        return {
-            "kind": "image",
-            "hash": _hash(image),
-            "patches": patches(_pixels(image), size),
-            "grid": (image.height // size, image.width // size),
-        }
-
-
-def _exact(image: Image.Image) -> Payload:
-    """An image of `_edited` as the VAE sees it."""
-    return {"pixels": _pixels(image), "latents_hash": _hash(image)}
-
-
-def _pixels(image: Image.Image) -> torch.Tensor:
-    """[3, height, width] float32 in [-1, 1]."""
-    values = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).reshape(image.height, image.width, 3)
-    return values.permute(2, 0, 1) / 127.5 - 1
-
-
-def _hash(image: Image.Image) -> bytes:
-    return hashlib.blake2b(repr(image.size).encode() + image.tobytes(), digest_size=32).digest()
+    def _scaled(self, part: MediaPart) -> Image.Image:
+        return edited(Image.fromarray(decode_image(part, self._limits)), self._config)
 
 
 def _check_draws_nothing(request: Request) -> None:

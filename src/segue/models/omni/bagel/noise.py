@@ -1,34 +1,34 @@
 """The random numbers of a request, all from one generator on the CPU: first those of the latents of each image that is
-edited, in order, then those of the images that are drawn."""
+edited, in order, then those of the images that are drawn. In a reply of texts and images by turns, those of an image's
+latents when it is read again follow those from which it was drawn."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
 from segue.engines.contract import StageRequest
+from segue.models.omni.bagel.drawing import Drawing
 
 
-def noise_of_images(request: StageRequest, channels: int, sizes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """[channels, height, width] for each image; `sizes`: (height, width) in latents."""
-    return _drawn(request, channels, sizes)[0]
+def noise_of_images(request: StageRequest, channels: int, drawing: Drawing) -> list[torch.Tensor]:
+    """[channels, height, width] for each image that is given."""
+    generator = torch.Generator().manual_seed(seed_of(request))
+    return [torch.randn((channels, *size), generator=generator) for size in drawing.given]
 
 
 def noise_of_drawing(
-    request: StageRequest, channels: int, sizes: Sequence[tuple[int, int]], shape: tuple[int, ...]
-) -> torch.Tensor:
-    """Noise of this shape for what is drawn. `channels`, `sizes`: as in `noise_of_images`."""
-    return torch.randn(shape, generator=_drawn(request, channels, sizes)[1])
+    request: StageRequest, channels: int, drawing: Drawing, shape: tuple[int, ...], visit: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Noise of this shape for what is drawn in a visit, and [channels, height, width] for it when it is read again."""
+    generator = torch.Generator().manual_seed(seed_of(request))
+    for size in drawing.given:
+        torch.randn((channels, *size), generator=generator)
+    for _ in range(visit + 1):
+        drawn = torch.randn(shape, generator=generator)
+        again = torch.randn((channels, *drawing.echo), generator=generator)
+    return drawn, again
 
 
 def seed_of(request: StageRequest) -> int:
     """The seed that all stages of a request have in common, unlike those of their sampling."""
     return request.seed if request.request.seed is None else request.request.seed
-
-
-def _drawn(
-    request: StageRequest, channels: int, sizes: Sequence[tuple[int, int]]
-) -> tuple[list[torch.Tensor], torch.Generator]:
-    generator = torch.Generator().manual_seed(seed_of(request))
-    return [torch.randn((channels, *size), generator=generator) for size in sizes], generator

@@ -26,11 +26,15 @@ and `"tokens"` (`segue.models.shared.text.prompt.client_tokens`) if the client r
 entry.
 
 **input → encoder** (`images`): the patches. **input → vae_encoder** (`edited`): the pixels. **input → llm**
-(`prompt_facts`): the rest. **input → denoiser**: the settings. **encoder → llm** (`whole`): one chunk per image, in
-order: `{"media": [{"hash": bytes, "rows": [n, H]}]}`. **vae_encoder → llm** (`whole`): `{"images": [{"mean", "std"}]}`,
-[C, h, w] each. **llm → denoiser** (`whole`): `{"lease": int, "views": [[sequence, length, position], …]}`, final: the
-contexts (`reading`), whose blocks the denoiser asks of the engine. **denoiser → decoder** (`whole`): as in
+(`prompt_facts`): the rest. **encoder → llm** (`whole`): one chunk per image, in order:
+`{"media": [{"hash": bytes, "rows": [n, H]}]}`. **vae_encoder → llm** (`whole`): `{"images": [{"mean", "std"}]}`,
+[C, h, w] each. **llm → denoiser** (`whole`): `{"lease": int, "views": [[sequence, length, position], …]}`, the contexts
+(`reading`), whose blocks the denoiser asks of the engine, and `"drawing"`. **denoiser → decoder** (`whole`): as in
 `segue.models.shared.diffusion.transfers`.
+
+With `drawing.images`, texts and images alternate: **decoder → drawn_encoder, drawn_vae_encoder** (`drawn`): the image.
+**drawn_encoder, drawn_vae_encoder → llm** (`whole`): as from the other two, and `"hashes": [bytes]`, of what determines
+the latents.
 """
 
 from __future__ import annotations
@@ -40,11 +44,11 @@ from typing import Any
 
 from segue.engines.contract import Payload, StageOutput, StageRequest, Transfer
 from segue.models.omni.bagel.denoiser import ImageDenoiser
+from segue.models.omni.bagel.drawn import DrawnEncoder, DrawnLatentEncoder
 from segue.models.omni.bagel.encoder import Encoder
 from segue.models.omni.bagel.input import InputProcessor
 from segue.models.omni.bagel.llm import LLM
 from segue.models.omni.bagel.vae import LatentDecoder, LatentEncoder
-from segue.models.shared.diffusion.transfers import picked
 from segue.models.shared.transfers import whole
 
 
@@ -70,6 +74,13 @@ def prompt_facts(request: StageRequest, output: StageOutput) -> Payload | None:
     return {**output.payload, "media": media}
 
 
+def drawn(request: StageRequest, output: StageOutput) -> Payload | None:
+    """decoder → what reads the image again: the image, but no preview of it."""
+    if output.payload is None or output.payload.get("partial") is not None:
+        return None
+    return {"image": output.payload["image"]}
+
+
 def _only(image: Payload, *keys: str) -> Payload:
     return {key: image[key] for key in keys if key in image}
 
@@ -81,14 +92,19 @@ STAGE_MODELS: dict[str, Callable[..., Any]] = {
     "llm": LLM,
     "denoiser": ImageDenoiser,
     "decoder": LatentDecoder,
+    "drawn_encoder": DrawnEncoder,
+    "drawn_vae_encoder": DrawnLatentEncoder,
 }
 TRANSFERS: dict[tuple[str, str], Transfer] = {
     ("input", "encoder"): images,
     ("input", "vae_encoder"): edited,
     ("input", "llm"): prompt_facts,
-    ("input", "denoiser"): picked("drawing"),
     ("encoder", "llm"): whole,
     ("vae_encoder", "llm"): whole,
     ("llm", "denoiser"): whole,
     ("denoiser", "decoder"): whole,
+    ("decoder", "drawn_encoder"): drawn,
+    ("decoder", "drawn_vae_encoder"): drawn,
+    ("drawn_encoder", "llm"): whole,
+    ("drawn_vae_encoder", "llm"): whole,
 }

@@ -14,11 +14,13 @@ It computes in bfloat16 on a GPU, here in float32 on a CPU: a copy of its source
 For each case of `cases.json` (`think`: the system prompt under which it thinks before it draws): an `answer` is
 `NAME.ids`, and `NAME.logits` [`STEPS`, vocab] of its first steps; what is drawn is `NAME.velocities`
 [evaluations, n, P], `NAME.latents` [n, P] and `NAME.pixels`, every `EVERY`th number of the decoded image before it is
-clamped. `golden.json` has the thoughts, the commit, and the SHA-256 of the weights.
+clamped. A `story` has texts and images by turns: `NAME.ids.0`, `NAME.pixels.0`, and so on. `golden.json` has the
+thoughts, the commit, and the SHA-256 of the weights.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import shutil
@@ -39,6 +41,8 @@ STEPS = 6
 EVERY = 11
 """Prime to the sides of an image."""
 THOUGHTS = 60
+TEXTS = 40
+"""Most tokens of each text of a story."""
 WEIGHTS = ("ema.safetensors", "ae.safetensors")
 LIMITS = ((128, 512, 16), (84, 224, 14))
 """Of the tiny checkpoint: longest side, shortest side and multiple, for the VAE and for the vision tower."""
@@ -62,11 +66,11 @@ def varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, causal:
 
 def prepare(reference: Path) -> None:
     """Make the reference importable, in float32."""
-    copy = Path(tempfile.mkdtemp()) / "bagel"
-    shutil.copytree(reference, copy, ignore=shutil.ignore_patterns(".git", "assets", "eval"))
-    for path in copy.rglob("*.py"):
+    place = Path(tempfile.mkdtemp()) / "bagel"
+    shutil.copytree(reference, place, ignore=shutil.ignore_patterns(".git", "assets", "eval"))
+    for path in place.rglob("*.py"):
         path.write_text(path.read_text().replace("torch.bfloat16", "torch.float32"))
-    sys.path.insert(0, str(copy))
+    sys.path.insert(0, str(place))
     for name in ("flash_attn", "cv2"):
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__spec__ = ModuleSpec(name, None)  # transformers looks for it
@@ -154,6 +158,8 @@ def run(reference: Any, name: str, case: dict[str, Any]) -> tuple[dict[str, torc
         settings["image_shapes"] = tuple(case["size"])
     try:
         answer, think = case["task"] == "answer", "think" in case
+        if case["task"] == "story":
+            return tell(reference, name, case, settings, seen), None
         if think:
             sys.modules["inferencer"].GEN_THINK_SYSTEM_PROMPT = case["think"]  # type: ignore[attr-defined]
         made = reference.interleave_inference(
@@ -174,6 +180,40 @@ def run(reference: Any, name: str, case: dict[str, Any]) -> tuple[dict[str, torc
     stds = {key: round(float(tensor.float().std()), 3) for key, tensor in tensors.items()}
     sys.stdout.write(f"{name}: {made[0]!r}, std {stds}\n")
     return {f"{name}.{key}": tensor.contiguous() for key, tensor in tensors.items()}, made[0] if think else None
+
+
+def tell(
+    reference: Any, name: str, case: dict[str, Any], settings: dict[str, Any], seen: dict[str, list[Any]]
+) -> dict[str, torch.Tensor]:
+    """Tensors of texts and images by turns. The reference itself ends after an image; here its own steps go on: the
+    context takes the text, then the image as one that is given, at the size and with the levels of its file."""
+    made: dict[str, torch.Tensor] = {}
+    whole, without_image = reference.init_gen_context(), reference.init_gen_context()
+    without_text = copy.deepcopy(whole)
+    whole = reference.update_context_text(case["text"], whole)
+    without_image = reference.update_context_text(case["text"], without_image)
+    shape = settings.pop("image_shapes")
+    for number in range(case["images"] + 1):
+        text = reference.gen_text(whole, do_sample=False, max_length=TEXTS)
+        made[f"{name}.ids.{number}"] = seen["ids"][number][:, 0].to(torch.int16)
+        if number == case["images"]:
+            sys.stdout.write(f"{name}: {text!r}\n")
+            return made
+        whole = reference.update_context_text(text, whole)
+        for noted in ("velocities", "latents", "pixels"):
+            seen[noted].clear()
+        reference.gen_image(
+            shape, whole, cfg_text_precontext=without_text, cfg_img_precontext=without_image, **settings
+        )
+        without_image = reference.update_context_text(text, without_image)
+        pixels = seen["pixels"][0]
+        made[f"{name}.velocities.{number}"] = torch.stack(seen["velocities"])
+        made[f"{name}.pixels.{number}"] = pixels.flatten()[::EVERY].clone()
+        levels = ((pixels[0] / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+        image = Image.fromarray(levels.permute(1, 2, 0).numpy())
+        whole = reference.update_context_image(reference.vae_transform.resize_transform(image), whole)
+        without_text = copy.deepcopy(whole)
+    raise AssertionError
 
 
 def main(reference: Path, tiny: Path) -> None:

@@ -44,6 +44,10 @@ class StepImages(NoCache):
         self._now: dict[bytes, KeysValues] = {}
         """Keys and values of the running layer that do not fit into the kept memory."""
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # type: ignore[override]
+        """More than 0, by which some versions of the library see that a layer is filled; positions are given."""
+        return 1
+
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *others: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
