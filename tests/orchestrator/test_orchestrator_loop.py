@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from toy_system import Gate, System, collect, kill, pid_of
 
+from segue.messages.deltas import Delta
 from segue.messages.errors import InvalidRequest, SegueError, StageFailed
 from segue.messages.sampling import SamplingParams
 from segue.orchestrator.omni import AsyncOmni
@@ -221,6 +226,50 @@ def test_what_is_refused(loop: System) -> None:
                 with pytest.raises(SegueError, match=f"told to fail at {at}"):
                     await collect(omni, draws("one", fail_at={"stage": stage, "at": at}))
             assert_drawn(await collect(omni, draws("next")), "next")
+            await nothing_left(omni)
+
+    loop.run(body)
+
+
+EVENTS = st.sampled_from([None, "leaves", "writer", "draw", "see", "show"])
+ASKED = st.tuples(st.sampled_from(["one", "two", "three", "a tale"]), st.sampled_from([1, 2, 1000]), EVENTS,
+                  st.integers(1, 8))  # fmt: skip
+"""A text, when it has an image drawn, what happens, and after how many deltas: the client leaves, or a worker dies."""
+
+
+@pytest.mark.nightly
+@settings(max_examples=8)
+@given(st.lists(ASKED, min_size=2, max_size=4))
+def test_deaths_and_cancels_at_any_time(loop: System, asked: list[tuple[str, int, str | None, int]]) -> None:
+    """Whoever stays gets the undisturbed outcome, and nothing is left."""
+
+    async def one(omni: AsyncOmni, text: str, every: int, event: str | None, after: int) -> None:
+        deltas = 0
+
+        def seen(delta: Delta) -> None:
+            nonlocal deltas
+            deltas += 1
+            if deltas != after:
+                return
+            if event == "leaves":
+                asking.cancel()
+            elif event is not None:
+                pids = [replica.pid for replica in omni.health().stages[event].replicas if replica.pid is not None]
+                for pid in pids:
+                    with suppress(ProcessLookupError):  # another request's event was faster
+                        os.kill(pid, signal.SIGKILL)
+
+        asking = asyncio.create_task(collect(omni, draws(text, "audio", every=every), seen))
+        try:
+            assert_drawn(await asking, text, every)
+        except asyncio.CancelledError:
+            assert event == "leaves"
+
+    assume(sum(event not in (None, "leaves") for _, _, event, _ in asked) <= 2)  # a request is tried three times
+
+    async def body() -> None:
+        async with loop.shared() as omni:
+            await asyncio.gather(*(one(omni, *each) for each in asked))
             await nothing_left(omni)
 
     loop.run(body)
