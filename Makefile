@@ -20,6 +20,10 @@ PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 MINUTES ?= 600
 SEED ?= $(shell date +%s)
 
+# memory that tests free stays with the process, as in Segue's workers: getting it anew takes longer
+quick test nightly: export MALLOC_MMAP_THRESHOLD_ := 67108864
+quick test nightly: export MALLOC_TRIM_THRESHOLD_ := 268435456
+
 .PHONY: demo serve quick test check nightly readme resolve lowest minutes cover bench figures gpu-check clean
 
 $(INSTALLED): pyproject.toml constraints.txt $(wildcard src/segue/kernels/cpu/native/*.[ch])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from namespaces import Host, inside
-from segue.connectors.mooncake import load
+from segue.connectors.mooncake.library import load
 from segue.messages.errors import ConfigError
 
 PORT = 50051

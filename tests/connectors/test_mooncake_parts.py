@@ -14,10 +14,10 @@ from taking import until
 
 from segue.connectors.base import Gone
 from segue.connectors.fetching import Buffers, SourceLost, Taken
-from segue.connectors.mooncake import Memory
-from segue.connectors.mooncake_client import NO_SPACE, NOT_FOUND, Client
-from segue.connectors.mooncake_engine import EngineSource, InMemory, Slots
-from segue.connectors.mooncake_store import Keys, Stored, StoreSource
+from segue.connectors.mooncake.client import NO_SPACE, NOT_FOUND, Client
+from segue.connectors.mooncake.engine import EngineSource, InMemory, Slots
+from segue.connectors.mooncake.library import Memory
+from segue.connectors.mooncake.store import Keys, Stored, StoreSource
 from segue.connectors.payload import measure
 
 KIB = 1024

@@ -8,8 +8,8 @@ from typing import Any
 from segue.connectors.base import Connector
 from segue.connectors.device import DeviceMemory
 from segue.connectors.inproc import InProcessConnector
-from segue.connectors.mooncake_engine import MooncakeEngineConnector
-from segue.connectors.mooncake_store import MooncakeStoreConnector
+from segue.connectors.mooncake.engine import MooncakeEngineConnector
+from segue.connectors.mooncake.store import MooncakeStoreConnector
 from segue.connectors.shm import SharedMemoryConnector
 from segue.connectors.tcp.connector import TcpConnector
 from segue.messages.errors import ConfigError, nearest

@@ -24,7 +24,7 @@ import msgspec
 from segue.connectors.base import Gone
 from segue.connectors.fetching import Buffers, Consumer, SourceLost, Taken
 from segue.connectors.intervals import Intervals
-from segue.connectors.mooncake import IDLE_SECONDS, Memory, address_of, check_protocol, load
+from segue.connectors.mooncake.library import IDLE_SECONDS, Memory, address_of, check_protocol, load
 from segue.connectors.payload import Encoded, read_from
 from segue.connectors.remote import MAX_BYTES, THRESHOLD_BYTES, RemoteConnector, check_sizes
 from segue.messages.errors import ConfigError

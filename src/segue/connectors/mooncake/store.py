@@ -13,8 +13,8 @@ import msgspec
 
 from segue.connectors.base import Gone
 from segue.connectors.fetching import Buffers, Consumer, SourceLost, Taken
-from segue.connectors.mooncake import IDLE_SECONDS, check_protocol
-from segue.connectors.mooncake_client import NOT_FOUND, Client, join
+from segue.connectors.mooncake.client import NOT_FOUND, Client, join
+from segue.connectors.mooncake.library import IDLE_SECONDS, check_protocol
 from segue.connectors.payload import Encoded, read_from
 from segue.connectors.remote import MAX_BYTES, THRESHOLD_BYTES, RemoteConnector, check_sizes
 from segue.messages.errors import ConfigError
@@ -45,7 +45,7 @@ class MooncakeStoreConnector(RemoteConnector):
     invalid values, a master that does not answer, and where Mooncake is not installed.
 
     A payload is gone if the receiver that lent the memory dies, or the master. The store has no space while it does not
-    answer: see `mooncake_client`.
+    answer: see `client`.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from segue.connectors.fetching import Buffers
-from segue.connectors.mooncake import Memory, address_of, load
+from segue.connectors.mooncake.library import Memory, address_of, load
 from segue.connectors.payload import Encoded
 from segue.messages.errors import ConfigError
 
