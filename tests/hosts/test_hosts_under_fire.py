@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hosts_system import Hosts, system
+
 from namespaces import Host, narrow, slow
 
 pytestmark = pytest.mark.nightly

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hosts_system import system
+
 from namespaces import parted
 
 PROMPTS = ("hello", "a longer prompt", "x")

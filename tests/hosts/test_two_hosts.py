@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hosts_system import Hosts, system
+
 from namespaces import need_namespaces
 
 PROMPTS = ("hello", "a longer prompt", "x")
