@@ -89,7 +89,7 @@ bench: $(INSTALLED)
 	$(BIN)/segue bench
 
 # It needs pip and an index. Where segue is installed already, without network and in parts of some 15 minutes:
-# segue bench gpu --only AB --out out/gpu/AB; then CD, then EFG.
+# segue bench gpu --only AB --out out/gpu/AB; then CD, then EFGH.
 gpu-check: $(INSTALLED)  ## on a machine with an NVIDIA GPU: tests and measurements in 40 minutes; report in out/gpu/
 	$(BIN)/segue bench gpu
 

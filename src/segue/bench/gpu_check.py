@@ -88,7 +88,7 @@ def steps(out: Path) -> list[Step]:
             name="A",
             what="kernels and connectors against their references",
             command=[*tests, "tests/kernels", "tests/connectors"],
-            minutes=8,
+            minutes=4,
             expected="all pass; at risk: out of resources at width 512 in float32",
         ),
         Step(
@@ -98,7 +98,7 @@ def steps(out: Path) -> list[Step]:
                 *[*of_steps, "--sides", "segue", "--profile", "1,128", "--seconds", "300"],
                 *["--out", str(out / "B")],
             ],
-            minutes=6,
+            minutes=5,
             expected="steps recorded at least 95% (0: capture failed, the warning says why); decode at most 1.9 times "
             "the bandwidth bound, prefill at least 55% of the ceiling; about 38 kernels per layer in the profile",
         ),
@@ -113,9 +113,16 @@ def steps(out: Path) -> list[Step]:
         Step(
             name="D",
             what="whole systems: forked workers, kill and restart, compiled, quantised, images",
-            command=[*tests, "tests/e2e", "tests/bench"],
-            minutes=8,
+            command=[*tests, "tests/e2e/server/test_gpu_served.py", "tests/bench"],
+            minutes=5,
             expected="all pass",
+        ),
+        Step(
+            name="H",
+            what="every family of `segue tiny` on the GPU against the CPU",
+            command=[*tests, "-n", "6", "tests/e2e/server/test_gpu_families.py"],
+            minutes=8,
+            expected="all pass; at risk: codes of recordings, which flip by rounding",
         ),
         Step(
             name="E",
@@ -153,7 +160,7 @@ def add_gpu(commands: argparse._SubParsersAction[Parser]) -> None:
         "gpu",
         help="check and measure everything that needs a GPU; one report",
         epilog="All steps take 40 minutes. In parts, each with a report of its own, and without network: "
-        "segue bench gpu --only AB --out out/gpu/AB; then CD, then EFG.",
+        "segue bench gpu --only AB --out out/gpu/AB; then CD, then EFGH.",
     )
     command.add_argument("--out", type=Path, default=Path("out/gpu"), help="directory of the report")
     command.add_argument("--minutes", type=float, default=40.0, help="for all steps together (default: 40)")

@@ -104,7 +104,8 @@ def _files(model_dir: Path) -> list[Path]:
 
 
 def _of_folder(folder: Path) -> list[Path]:
-    """Return the shards of its index; else the file with the library's own name; else one variant's, e.g. fp16."""
+    """Return the shards of its index; else the file with the library's own name; else one variant's, e.g. fp16; else
+    all, since some models have files that no library names."""
     for name in _INDICES:
         if (folder / name).is_file():
             shards = read_object(folder / name).get("weight_map")
@@ -115,7 +116,7 @@ def _of_folder(folder: Path) -> list[Path]:
     for path in sorted(folder.glob("*.safetensors")):
         if match := _WEIGHTS.fullmatch(path.name):
             variants.setdefault(match["variant"] or "", []).append(path)
-    return variants[min(variants)] if variants else []
+    return variants[min(variants)] if variants else sorted(folder.glob("*.safetensors"))
 
 
 def _weights(path: Path) -> list[tuple[str, str, int]]:

@@ -28,13 +28,13 @@ time.sleep(600)
 
 def test_the_steps_can_be_run_and_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     every = steps(tmp_path)
-    assert [step.name for step in every] == list("ABCDEFG")
+    assert [step.name for step in every] == list("ABCDHEFG")
     assert sum(step.minutes for step in every) <= 40
     for step in every:
         if "bench" in step.command:
             parser().parse_args(step.command[step.command.index("bench") + 1 :])
         else:
-            assert all(Path(part).is_dir() for part in step.command if part.startswith("tests/"))
+            assert all(Path(part).exists() for part in step.command if part.startswith("tests/"))
     assert main(["gpu", "--dry-run", "--only", "ad", "--out", str(tmp_path / "none")]) == 0
     shown = capsys.readouterr().out
     assert [line[0] for line in shown.splitlines() if line[0] != " "] == ["A", "D"]
