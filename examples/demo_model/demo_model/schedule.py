@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,9 @@ LINES: dict[str, tuple[dict[str, float], ...]] = {
 """Parts that one process trains in turn, and which share of the time is over when each must end; lines run at once."""
 WORKERS = {"vision": 0.36, "answers": 0.36, "dictation": 0.36, "codec": 0.28, "hearing": 0.65, "speaking": 0.35}
 """Which share of the processes that make data a part gets while others run: recordings take the longest."""
+KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 33)}
+"""Environment of the processes that train: else glibc gives the memory of large tensors back, and on a CPU it can take
+longer to get it anew in every step than to compute."""
 SHARD = "15MB"
 """The largest file of weights."""
 _OWN = "own.safetensors"
@@ -124,6 +128,7 @@ def train_all(options: Options, parts: Sequence[str], steps: int | None, minutes
 
     Raises `RuntimeError` if one of them fails, when those that need nothing of it are finished.
     """
+    os.environ.update(KEEPS_MEMORY)
     context = torch.multiprocessing.get_context("spawn")
     whole = LINES[options.device.type]
     last = max(line[part] for line in whole for part in line if part in parts)

@@ -294,7 +294,13 @@ def encoder_part(model: Any, *, size: int = 96) -> Part:
         return labels.loss(seen(model, pairs).pooler_output, batch.things)
 
     return Part(
-        "vision", [vision(model)], partial(cells, size=size), loss, own=labels, slow=[vision(model).patch_embed]
+        "vision",
+        [vision(model)],
+        partial(cells, size=size),
+        loss,
+        own=labels,
+        rate=2e-3,
+        slow=[vision(model).patch_embed],
     )
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 WARM_UP = 100
 """Steps in which the learning rate rises."""
-SLOW = 0.1
+SLOW = 0.05
 """Learning rate of a part's `slow` modules, relative to that of the others."""
 LOGGED_EVERY = 20
 """Steps."""
