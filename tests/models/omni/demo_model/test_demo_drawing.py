@@ -61,6 +61,7 @@ def test_other_words_are_no_captions(words: str) -> None:
         caption_of(words)
 
 
+@pytest.mark.nightly
 def test_training_resumes_and_its_checkpoint_draws_through_segue(tmp_path: Path) -> None:
     """Two calls learn what one does; the library and Segue draw and edit alike with it."""
     from demo_model import draw

@@ -152,6 +152,7 @@ def test_spectra_rows_and_experts_are_those_of_the_library(untrained: Path, mode
     )
 
 
+@pytest.mark.nightly
 def test_resumed_training_equals_an_uninterrupted_one(untrained: Path, tmp_path: Path) -> None:
     """And training by time ends with it, at a low rate."""
     from demo_model import networks, see
