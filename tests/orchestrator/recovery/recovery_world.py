@@ -17,7 +17,8 @@ import msgspec
 import torch
 
 from segue.connectors.base import Arrived, Fetched, Payload, Reach
-from segue.engines.contract import StageOutput, StageRequest
+from segue.engines.autoregressive.output import TokenOutput
+from segue.engines.contract import StageRequest
 from segue.graph.deployment.deployment import Hardware, Plan
 from segue.graph.deployment.loader import load_plan
 from segue.graph.stage_graph import INPUT, StageGraph
@@ -143,12 +144,12 @@ class Toy:
     def stats(self) -> dict[str, float]:
         return {}
 
-    def step(self) -> list[StageOutput]:
+    def step(self) -> list[TokenOutput]:
         outputs = []
         for request_id, one in list(self.held.items()):
             if one.ready and one.left:
                 numbers, last = one.left.pop(0), one.closed and not one.left
-                output = StageOutput(request_id, finished=last, finish_reason="stop" if last else "")
+                output = TokenOutput(request_id, finished=last, finish_reason="stop" if last else "")
                 if self.stage == COUNT:
                     output.token_ids, output.first_index = numbers, one.given
                 elif self.stage == TONE and numbers:
@@ -160,7 +161,7 @@ class Toy:
         return outputs
 
 
-def numbers_of(request: StageRequest, output: StageOutput) -> Payload:
+def numbers_of(request: StageRequest, output: TokenOutput) -> Payload:
     """The transfer of both edges."""
     return {"start": output.first_index, "numbers": output.token_ids}
 

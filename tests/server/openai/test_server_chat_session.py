@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
@@ -129,8 +130,10 @@ def test_a_wrong_config_ends_the_session(server: Live, message: dict[str, Any], 
 
 def test_nothing_comes_after_the_end(server: Live) -> None:
     with opened(server) as client:
-        for message in (CONFIG, {"type": "input.done"}, append("two")):
-            client.send(json.dumps(message))
+        client.send(json.dumps(CONFIG))
+        client.send(json.dumps({"type": "input.done"}))
+        with contextlib.suppress(ConnectionClosed):  # the server may have been faster
+            client.send(json.dumps(append("two")))
         answers = []
         while True:
             try:

@@ -48,8 +48,8 @@ text such as `64MiB` and `1GB`.
     limits: {max_waiting: 2048, max_retries: 2, default_deadline: null, retained_bytes: 256MiB, drain_seconds: 10,
              hang_seconds: 600}
     moves: {queue_age: 5, cooldown: 60}   # seconds a request waits before its stage gets a worker; off without the key
-    placement: join                       # or ray: Ray starts the nodes, instead of `segue join` on each
-    ray: {address: auto, nodes: {second: {num_gpus: 1, accelerator_type: H100}}}   # also num_cpus, resources, model
+    placement: join                       # or ray: Ray starts the nodes, instead of `segue join` on each; then with
+    # ray: {address: auto, nodes: {second: {num_gpus: 1, accelerator_type: H100}}}   # also num_cpus, resources, model
 
 Of these, diffusion stages have `scheduling` (fcfs or priority), `compile`, `quantization` and `attention` (auto,
 native, cudnn, flash, flash_3, sage, xformers), `gguf: model.gguf` (weights from that file), `offload: layerwise`

@@ -17,7 +17,7 @@ from PIL import Image
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.contract import Payload
-from segue.kernels.attention.paged_attention import NAME
+from segue.kernels.attention.paged_attention import FLAT
 from segue.media.parts import PYTHON_POLICY, messages_from
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.messages.request import Request
@@ -196,4 +196,4 @@ def test_what_does_not_go_together_is_refused(directory: Path, stages: Stages) -
     assert caught.value.field == "deterministic"
     with pytest.raises(InvalidRequest, match="1 placeholder for image"):
         stages.input.process(Request(request_id="r", prompt="a <|image|> b"))
-    assert stages.llm._decoder.model.config._attn_implementation == NAME
+    assert stages.llm._decoder.model.config._attn_implementation == FLAT
