@@ -352,9 +352,11 @@ class Supervisor:
         self.adapters.ready(replica)
         self.moves.ready(replica)
         self._on_progress(message.worker, 1.0, "ready")
-        if self._started is not None and not self._started.done() and self.replicas.ready():
-            self._started.set_result(None)
-        else:
+        start = self._started
+        starting = start is not None and not start.done()
+        if start is not None and starting and self.replicas.ready():
+            start.set_result(None)
+        if not starting or replica.node != SERVER:  # the progress of a start names workers without their nodes
             log.info("worker %s (%s) is ready", replica.worker, replica.node)
         self._owner.worker_ready()
 
