@@ -113,7 +113,7 @@ def peer(ground: Master, kind: str) -> Iterator[tuple[subprocess.Popen[str], dic
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_payload_crosses_hosts_and_one_of_a_dead_producer_is_gone(ground: Master, kind: str) -> None:
-    """The store has it in the memory of whoever receives; here of the producer, which is the only one yet."""
+    """The store has it in the memory of a receiver; here of the producer, the only one yet."""
     with peer(ground, kind) as (process, metadata), connected(ground, kind) as [consumer]:
         found = fate(consumer, metadata)
         assert isinstance(found, Arrived)

@@ -17,6 +17,7 @@ from typing import IO, Any
 import httpx
 import numpy as np
 import psutil
+import pytest
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -69,6 +70,16 @@ def tiny(directory: Path, family: str, size: str = "tiny") -> Path:
     """A checkpoint as `segue tiny` makes it, into `directory`; here, where torch has been read already."""
     tiny_preset(family).make(directory, size, 0)
     return directory
+
+
+@contextmanager
+def models_of_graph(directory: Path, *families: str) -> Iterator[Path]:
+    """Tiny checkpoints in directories of their families' names, where graphs of several models look for them."""
+    for family in families:
+        tiny(directory / family, family)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MODELS", str(directory))
+        yield directory
 
 
 class Served:

@@ -1,6 +1,7 @@
 """Ask a server for text and audio, from within its namespace: `hosts_client.py URL SECONDS PARALLEL PROMPT...`.
 
-Asks every prompt at least once, and goes on for so many seconds; prints one JSON list of answers at the end.
+Asks every prompt at least once, and goes on for so many seconds. Prints a line when the first answer has come, and a
+JSON list of all at the end.
 """
 
 import hashlib
@@ -54,7 +55,12 @@ def main() -> None:
                 number = next(numbers)
             if number >= len(prompts) and time.monotonic() >= end:
                 return
-            answers.append(ask(url, prompts[number % len(prompts)]))
+            answer = ask(url, prompts[number % len(prompts)])
+            with lock:
+                answers.append(answer)
+                if len(answers) == 1:
+                    sys.stdout.write("answered\n")
+                    sys.stdout.flush()
 
     threads = [threading.Thread(target=work) for _ in range(int(parallel))]
     for thread in threads:

@@ -95,9 +95,16 @@ class Hosts:
         return self.hosts["server"].start(CLIENT, self.url, str(seconds), str(parallel), *prompts)
 
     def answers(self, client: subprocess.Popen[str]) -> list[Answer]:
-        said, _ = client.communicate(timeout=PATIENCE)
+        assert client.stdout is not None
+        with client:
+            *_, said = client.stdout.read().splitlines()
         found: list[Answer] = json.loads(said)
         return found
+
+    def until_answered(self, client: subprocess.Popen[str]) -> None:
+        """Wait for a client's first answer: others of its questions are being answered then."""
+        assert client.stdout is not None
+        assert client.stdout.readline() == "answered\n"
 
     def ask(self, *prompts: str) -> dict[str, tuple[str, str]]:
         """Ask every prompt once; return prompt → what came."""

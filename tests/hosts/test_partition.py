@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ def test_nodes_that_lose_each_other_lose_no_answer(toy_dir: Path, tmp_path: Path
         running.wait(r"tone\.1-1 is ready")
         right = running.ask(*PROMPTS)
         clients = running.asking(*PROMPTS, seconds=30, parallel=6)
-        time.sleep(1)
+        running.until_answered(clients)
         with parted(running.hosts["node1"], running.hosts["node2"]):
             found = running.answers(clients)
         for one in found:

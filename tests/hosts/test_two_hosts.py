@@ -67,7 +67,7 @@ def test_a_killed_fork_server_of_the_server_costs_no_answer_and_no_node(spread: 
     joined, ready = spread.count("has joined"), spread.count(r"counter\.0-\d+ \(server\) is ready")
     worker = next(worker for name, worker in spread.processes("node1").items() if name.startswith("segue-tone"))
     clients = spread.asking(*PROMPTS, seconds=4, parallel=6)
-    time.sleep(1)
+    spread.until_answered(clients)
     spread.processes("server")["forks"].kill()
     all_right(spread, right, spread.answers(clients))
     spread.wait(r"counter\.0-\d+ \(server\) is ready", ready + 1)

@@ -241,7 +241,7 @@ ASKED = st.tuples(st.sampled_from(["one", "two", "three", "a tale"]), st.sampled
 @settings(max_examples=8)
 @given(st.lists(ASKED, min_size=2, max_size=4))
 def test_deaths_and_cancels_at_any_time(loop: System, asked: list[tuple[str, int, str | None, int]]) -> None:
-    """Whoever stays gets the undisturbed outcome, and nothing is left."""
+    """Clients that stay get the undisturbed outcome, and nothing is left."""
 
     async def one(omni: AsyncOmni, text: str, every: int, event: str | None, after: int) -> None:
         deltas = 0

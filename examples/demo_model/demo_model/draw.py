@@ -178,11 +178,11 @@ class Batches(Dataset[dict[str, Tensor]]):
                 continue
             if isinstance(what, Edit):
                 rows["before"].append(thing_rows(what.before, looks[number]))
-            after = what.after if isinstance(what, Edit) else things_for(what, rng)
+                after, ground, plain = what.after, None, False
+            else:
+                after, ground, plain = things_for(what, rng), what.ground, True
             rows["after"].append(thing_rows(after, looks[number]))
-            rows["grounds"].append(
-                ground_row(rng, getattr(what, "ground", None), clouds[number], isinstance(what, Caption))
-            )
+            rows["grounds"].append(ground_row(rng, ground, clouds[number], plain))
             rows["texts"].append("" if rng.random() < DROPPED else _said(rng, str(what)))
         ids, mask = self._encoded(rows.pop("texts"), LONG if long else SHORT)
         return {"ids": ids, "mask": mask, **{name: torch.tensor(values) for name, values in rows.items()}}

@@ -3,17 +3,21 @@ buffers that are used again. How a payload comes is the matter of a `Source`."""
 
 from __future__ import annotations
 
+import logging
 import mmap
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from segue.connectors.base import Arrived, Coming, Fetched, Gone, Payload
 from segue.connectors.payload import PayloadError
+
+log = logging.getLogger(__name__)
 
 KEPT_BYTES = 256 << 20
 """Bytes of buffers that wait for their next payload."""
@@ -122,6 +126,15 @@ class Buffers:
                 return
         self._dropped(buffer)
 
+    @contextmanager
+    def filling(self, buffer: mmap.mmap) -> Iterator[None]:
+        """Within it, whatever is raised also gives the buffer back."""
+        try:
+            yield
+        except BaseException:
+            self.give(buffer)
+            raise
+
     def set_aside(self, buffer: mmap.mmap) -> None:
         """Give back a buffer of a transfer that failed, which may not have ended."""
         with self._lock:
@@ -184,6 +197,12 @@ class Line:
                 found = self._source.fetch(fetch.place, self._buffers)
             except (SourceLost, OSError, PayloadError) as error:
                 self._give_up(fetch, Gone(f"the fetch from {self._source.name} failed: {error}"))
+                break
+            except Exception as error:  # of any kind: without an answer the request would wait for ever
+                log.exception("a fetch from %s failed", self._source.name)
+                self._give_up(
+                    fetch, Gone(f"the fetch from {self._source.name} failed: {type(error).__name__}: {error}")
+                )
                 break
             if isinstance(found, Taken):
                 fetch.buffer = found.buffer

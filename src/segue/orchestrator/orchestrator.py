@@ -301,7 +301,7 @@ class Orchestrator:
             stage_state, replica = state.stages[name], chosen[self.replicas.group_of(stage_of(name))]
             before = self.replicas.by_worker(stage_state.worker)
             if before is not None and before is not replica and before.alive:
-                self.supervisor.send(before.address, Abandon(state.id, name, stage_state.attempt))
+                self._send((before.address, Abandon(state.id, name, stage_state.attempt)))
             stage_state.worker, stage_state.address = replica.worker, replica.address
             stage_state.attempt += 1
             stage_state.done = False

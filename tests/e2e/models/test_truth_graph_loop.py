@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 from PIL import Image
-from server_process import tiny
+from server_process import models_of_graph
 from truth_system import System, library_answers
 
 from segue.messages.deltas import Delta, EncodedDelta, ModelDelta
@@ -28,11 +28,7 @@ VISITS = ("write", "write@1", "write@2")
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    directory = tmp_path_factory.mktemp("illustrator")
-    for family in ("qwen3", "z-image", "qwen2.5-vl"):
-        tiny(directory / family, family)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MODELS", str(directory))
+    with models_of_graph(tmp_path_factory.mktemp("illustrator"), "qwen3", "z-image", "qwen2.5-vl") as directory:
         yield directory
 
 

@@ -16,7 +16,7 @@ import openai
 import psutil
 import pytest
 import torch
-from server_process import served, tiny
+from server_process import models_of_graph, served
 from truth_system import System, apart, library_answers, until
 
 from segue.engines.autoregressive.sample.sampler import code_uniforms
@@ -41,11 +41,7 @@ WITHIN = 1e-4
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    directory = tmp_path_factory.mktemp("assistant")
-    for family in ("whisper", "qwen3", "pocket-tts"):
-        tiny(directory / family, family)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MODELS", str(directory))
+    with models_of_graph(tmp_path_factory.mktemp("assistant"), "whisper", "qwen3", "pocket-tts") as directory:
         yield directory
 
 

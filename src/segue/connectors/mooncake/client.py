@@ -74,11 +74,8 @@ class Client:
         if self._failed:
             return False
         buffer = self.buffers.take(encoded.size)
-        try:
+        with self.buffers.filling(buffer):
             encoded.write_into(memoryview(buffer)[: encoded.size])
-        except BaseException:
-            self.buffers.give(buffer)
-            raise
         code = self._call(
             lambda: self._put(key, buffer, encoded.size), None, patience=_PATIENCE + encoded.size / (1 << 20)
         )
@@ -128,7 +125,7 @@ class Client:
         return code
 
     def _remove(self, keys: list[str]) -> list[int]:
-        codes = list(self._store.batch_remove(keys, True))  # by force: whoever looked for a key holds a lease on it
+        codes = list(self._store.batch_remove(keys, True))  # by force: a client that looked for a key has a lease on it
         if not all(code in (0, NOT_FOUND) for code in codes):
             self._fail(f"it returned {codes} for a removal")
         return codes
@@ -160,14 +157,19 @@ class Client:
             future, call = asked
             try:
                 future.set_result(call())
-            except BaseException as error:
+            except Exception as error:  # its caller raises it, unless it waits no longer
+                log.exception("a call of the Mooncake store failed")
                 future.set_exception(error)
 
     def _probe(self) -> None:
         """Go on with a store that answers again."""
         with self._lock:
             keys, self._leftover = self._leftover, []
-        codes = self._store.batch_remove([*keys, "segue/probe"], True)
+        try:
+            codes = list(self._store.batch_remove([*keys, "segue/probe"], True))
+        except Exception:  # the thread goes on, and asks again
+            log.exception("the Mooncake store cannot be asked")
+            codes = [-1]
         if all(code in (0, NOT_FOUND) for code in codes):
             self._failed = False
             log.info("the Mooncake store answers again")

@@ -214,11 +214,8 @@ class EngineSource:
         buffer[mark : mark + _WORD] = place.number.to_bytes(_WORD, "little")
         # if nothing arrives of this, the slot is freed with its request
         engine.transfer_sync_write(place.session, at + mark, place.address + mark, _WORD)
-        try:
+        with buffers.filling(buffer):
             return Taken(read_from(memoryview(buffer)[_HEADER:whole]), place.size, buffer)
-        except BaseException:
-            buffers.give(buffer)
-            raise
 
     def hung_up(self) -> bool:
         return time.monotonic() - self._used > IDLE_SECONDS

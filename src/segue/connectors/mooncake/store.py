@@ -158,11 +158,8 @@ class StoreSource:
         if got != place.size:
             buffers.set_aside(buffer)
             raise SourceLost(f"it returned {got} for a payload of {place.size} bytes")
-        try:
+        with buffers.filling(buffer):
             return Taken(read_from(memoryview(buffer)[: place.size]), place.size, buffer)
-        except BaseException:
-            buffers.give(buffer)
-            raise
 
     def hung_up(self) -> bool:
         return time.monotonic() - self._used > IDLE_SECONDS

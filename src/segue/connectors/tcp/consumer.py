@@ -75,14 +75,11 @@ class TcpSource:
         if size != place.size:
             raise Refused(f"{size} bytes came for a payload of {place.size}")
         buffer = buffers.take(size)
-        try:
+        with buffers.filling(buffer):
             view = memoryview(buffer)[:size]
             receive_into(sock, view)
             sock.sendall(REQUEST.pack(DONE, place.number))
             return Taken(read_from(view), size, buffer)
-        except BaseException:
-            buffers.give(buffer)
-            raise
 
     def _connect(self) -> socket.socket:
         sock = socket.create_connection(self._address, HANDSHAKE_SECONDS)
