@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from demo_model.questions import NUMBERS
-from demo_model.scenes import COLOURS, PLACES, RADII, SHAPES, Thing, placed, resized
+from demo_model.scenes import COLOURS, GROUNDS, PLACES, RADII, SHAPES, Thing, placed, resized
 
 MOST = 5
 """Things in one picture."""
-GROUNDS = ("dark", "pale")
 HELD_OUT = 12
 """One of so many captions and edits is never trained on."""
 RELATIONS: dict[str, Callable[[Thing, Thing], bool]] = {

@@ -43,7 +43,7 @@ SHAPE = Shape(
     vocoder_layers=3,
     vocoder_heads=6,
     vocoder_intermediate=384,
-    vocoder_channels=256,
+    vocoder_channels=128,
 )
 """About 17 million parameters."""
 

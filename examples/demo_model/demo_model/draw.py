@@ -7,7 +7,6 @@ import argparse
 import json
 import math
 import random
-import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -21,11 +20,11 @@ from PIL.PngImagePlugin import PngInfo
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
 
 from demo_model.captions import Caption, Edit, is_held_out, random_caption, random_edit, same_things, things_for
-from demo_model.pixels import found_in, ground_of, ground_row, paint, painted, random_looks, thing_rows
-from demo_model.scenes import SIDE
+from demo_model.pixels import found_in, ground_of
+from demo_model.scenes import GROUNDS, SIDE, Canvas, Scene, canvas, clean, painted, picture
+from demo_model.training import Limits, Part, moved, train
 from segue.models.shared.diffusion.library import LIBRARIES, AutoConfig
 
 LAYERS = (9, 18, 27)
@@ -34,8 +33,6 @@ TRAINED = (0, 1, 9, 10, 18, 19)
 """Of the text encoder's layers: all that change their input. Training runs no others."""
 SHORT, LONG = 64, 512
 """Tokens that a prompt is padded to; the network sees the padding. `LONG` is the pipeline's default."""
-WARM_UP = 200
-"""Steps in which the learning rate rises."""
 DROPPED = 0.1
 """Of the captions: replaced by an empty one, for guidance."""
 NOISES = 4
@@ -152,40 +149,40 @@ def write(directory: Path, trained: nn.ModuleDict) -> None:
 # data
 
 
-class Batches(Dataset[dict[str, Tensor]]):
-    """Batches by the number of their step: captions with scenes, and in every other step edits, none of them held out.
+@dataclass(frozen=True)
+class Prompts:
+    """Captions, or instructions: `ids` and `mask`, [B, tokens]; what is to be drawn, and of edits what is given."""
 
-    `ids` and `mask` [B, tokens], `after` and `before` [B, MOST, 8], `grounds` [B, ...]: what `paint` takes.
-    """
+    ids: Tensor
+    mask: Tensor
+    after: Canvas
+    before: Canvas | None
 
-    def __init__(self, directory: Path, size: int, steps: range) -> None:
+
+class Prompted:
+    """Makes batches of `Prompts`, none of them held out: captions, and in every other step edits."""
+
+    def __init__(self, directory: Path, size: int) -> None:
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer" / "tokenizer.json"))
-        self.size, self.steps = size, steps
+        self.size = size
 
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        step = self.steps[index]
-        rng = random.Random(step)
-        long = step % 16 > 13
-        rows: dict[str, list[Any]] = {"texts": [], "after": [], "before": [], "grounds": []}
-        size = self.size // 4 if long else self.size
-        looks, clouds = random_looks(step, size)
-        while (number := len(rows["texts"])) < size:
+    def __call__(self, step: int) -> Prompts:
+        rng = random.Random(f"draw/{step}")
+        length, size = (LONG, max(self.size // 4, 1)) if step % 16 > 13 else (SHORT, self.size)
+        texts: list[str] = []
+        before, after = [], []
+        while len(texts) < size:
             what: Caption | Edit = random_edit(rng) if step % 2 else random_caption(rng)
             if is_held_out(what):
                 continue
+            seed = rng.getrandbits(32)
             if isinstance(what, Edit):
-                rows["before"].append(thing_rows(what.before, looks[number]))
-                after, ground, plain = what.after, None, False
+                before.append(Scene(what.before, seed))
+                after.append(Scene(what.after, seed))
             else:
-                after, ground, plain = things_for(what, rng), what.ground, True
-            rows["after"].append(thing_rows(after, looks[number]))
-            rows["grounds"].append(ground_row(rng, ground, clouds[number], plain))
-            rows["texts"].append("" if rng.random() < DROPPED else _said(rng, str(what)))
-        ids, mask = self._encoded(rows.pop("texts"), LONG if long else SHORT)
-        return {"ids": ids, "mask": mask, **{name: torch.tensor(values) for name, values in rows.items()}}
+                after.append(Scene(things_for(what, rng), seed, ground=what.ground or rng.choice(list(GROUNDS))))
+            texts.append("" if rng.random() < DROPPED else _said(rng, str(what)))
+        return Prompts(*self._encoded(texts, length), canvas(after), canvas(before) if before else None)
 
     def _encoded(self, texts: list[str], length: int) -> tuple[Tensor, Tensor]:
         """As the pipeline does it: a turn in Qwen 3's format, padded on the right."""
@@ -204,54 +201,57 @@ def _said(rng: random.Random, text: str) -> str:
 
 # what is learned
 
-Loss = Callable[[nn.ModuleDict, dict[str, Tensor], torch.Generator], tuple[Tensor, dict[str, Tensor]]]
+
+def vae_part(made: nn.ModuleDict, directory: Path, *, size: int = 32) -> Part:
+    """Trains the VAE to give pictures back without their noise; what has colour counts more."""
+
+    def loss(batch: Prompts, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        wanted = _scaled(clean(batch.after))
+        spread = made["vae"].encode(_seen(batch.after)).latent_dist
+        decoded = made["vae"].decode(spread.mean + spread.std * torch.randn_like(spread.mean)).sample
+        away = (decoded - wanted).abs()
+        weight = 1 + 4 * (wanted.amax(1, keepdim=True) - wanted.amin(1, keepdim=True))
+        edges = [(decoded.diff(dim=axis) - wanted.diff(dim=axis)).abs().mean() for axis in (2, 3)]
+        kl = (spread.mean.square() + spread.var - 1 - spread.logvar).mean() / 2
+        return (weight * away).mean() + edges[0] + edges[1] + 1e-4 * kl, {"away": away.mean(), "kl": kl}
+
+    return Part("vae", [made["vae"]], Prompted(directory, size), loss)
 
 
-def vae_loss(
-    made: nn.ModuleDict, batch: dict[str, Tensor], chance: torch.Generator
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Reconstruction of pictures without the noise that they are seen with; what has colour counts more."""
-    clean = paint(batch["after"], batch["grounds"]) / 127.5 - 1
-    spread = made["vae"].encode(_noisy(clean, chance)).latent_dist
-    noise = torch.randn(spread.mean.shape, generator=chance, device=clean.device)
-    decoded = made["vae"].decode(spread.mean + spread.std * noise).sample.float()
-    away = (decoded - clean).abs()
-    weight = 1 + 4 * (clean.amax(1, keepdim=True) - clean.amin(1, keepdim=True))
-    edges = [(decoded.diff(dim=axis) - clean.diff(dim=axis)).abs().mean() for axis in (2, 3)]
-    kl = (spread.mean.float().square() + spread.var.float() - 1 - spread.logvar.float()).mean() / 2
-    return (weight * away).mean() + edges[0] + edges[1] + 1e-4 * kl, {"away": away.mean(), "kl": kl}
+def flow_part(made: nn.ModuleDict, directory: Path, *, size: int = 64) -> Part:
+    """Trains text encoder and denoiser: the velocity from pictures to noise, at levels of noise drawn from a logistic
+    normal distribution."""
+    text, transformer, vae = made["text_encoder"], made["transformer"], made["vae"]
 
-
-def flow_loss(
-    made: nn.ModuleDict, batch: dict[str, Tensor], chance: torch.Generator
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The velocity from pictures to noise, at levels of noise drawn from a logistic normal distribution."""
-    vae = made["vae"]
-    with torch.no_grad():
-        pictures = paint(batch["after"], batch["grounds"]) / 127.5 - 1
-        clean = tokens(vae, pictures)
-        seen = (
-            tokens(vae, _noisy(paint(batch["before"], batch["grounds"]) / 127.5 - 1, chance))
-            if len(batch["before"])
-            else None
+    def loss(batch: Prompts, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.no_grad():
+            wanted = tokens(vae, _scaled(clean(batch.after))).repeat(NOISES, 1, 1)
+            given = [] if batch.before is None else [tokens(vae, _seen(batch.before)).repeat(NOISES, 1, 1)]
+        count, device = len(wanted), wanted.device
+        noise = torch.randn_like(wanted)
+        spread = (torch.rand(count, device=device) + torch.arange(count, device=device)) / count
+        level = torch.sigmoid(torch.special.ndtri(spread).clamp(-4, 4) + 0.4)
+        [velocity] = transformer(
+            hidden_states=torch.cat([torch.lerp(wanted, noise, level[:, None, None]), *given], 1),
+            encoder_hidden_states=_read(text, batch.ids, batch.mask).repeat(NOISES, 1, 1),
+            timestep=level,
+            img_ids=_places(wanted.shape[1], 1 + len(given), device),
+            txt_ids=functional.pad(torch.arange(batch.ids.shape[1], device=device)[:, None], (3, 0)),
+            return_dict=False,
         )
-    clean, seen = clean.repeat(NOISES, 1, 1), None if seen is None else seen.repeat(NOISES, 1, 1)
-    noise = torch.randn(clean.shape, generator=chance, device=clean.device)
-    spread = torch.rand(len(clean), generator=chance, device=clean.device) + torch.arange(
-        len(clean), device=clean.device
-    )
-    level = torch.sigmoid(torch.special.ndtri(spread / len(clean)).clamp(-4, 4) + 0.4)
-    mixed = torch.lerp(clean, noise, level[:, None, None])
-    [velocity] = made["transformer"](
-        hidden_states=mixed if seen is None else torch.cat([mixed, seen], 1),
-        encoder_hidden_states=_read(made["text_encoder"], batch["ids"], batch["mask"]).repeat(NOISES, 1, 1),
-        timestep=level,
-        img_ids=_places(clean.shape[1], 1 if seen is None else 2, clean.device),
-        txt_ids=functional.pad(torch.arange(batch["ids"].shape[1], device=clean.device)[:, None], (3, 0)),
-        return_dict=False,
-    )
-    loss = functional.mse_loss(velocity[:, : clean.shape[1]].float(), noise - clean)
-    return loss, {"draws" if seen is None else "edits": loss.detach()}
+        found = functional.mse_loss(velocity[:, : wanted.shape[1]], noise - wanted)
+        return found, {"edits" if given else "draws": found}
+
+    return Part("flow", [text, transformer], Prompted(directory, size), loss)
+
+
+def _scaled(pictures: Tensor) -> Tensor:
+    return pictures / 127.5 - 1
+
+
+def _seen(drawn: Canvas) -> Tensor:
+    """[B, 3, SIDE, SIDE]: pictures with their noise, as a pipeline takes them."""
+    return _scaled(painted(drawn).permute(0, 3, 1, 2).float())
 
 
 def _read(text: Any, ids: Tensor, mask: Tensor) -> Tensor:
@@ -276,133 +276,17 @@ def _places(count: int, pictures: int, device: torch.device) -> Tensor:
     return torch.cartesian_prod(10 * which, side, side, torch.zeros(1, dtype=torch.long, device=device))
 
 
-def _noisy(pictures: Tensor, chance: torch.Generator) -> Tensor:
-    """Half of the pictures get noise, at most that of `scenes.py`."""
-    strength = torch.rand(len(pictures), 1, 1, 1, generator=chance, device=pictures.device)
-    noise = torch.randn(pictures.shape, generator=chance, device=pictures.device)
-    return (pictures + noise * (2 * strength - 1).clamp(min=0) * 9 / 127.5).clamp(-1, 1)
-
-
-# training
-
-
-@dataclass(frozen=True)
-class Stage:
-    """`parts` are trained; `rate`: the highest learning rate."""
-
-    name: str
-    parts: tuple[str, ...]
-    loss: Loss
-    size: int
-    rate: float
-
-
-VAE_STAGE = Stage("draw-vae", ("vae",), vae_loss, 32, 1e-3)
-FLOW_STAGE = Stage("draw-flow", ("text_encoder", "transformer"), flow_loss, 64, 1e-3)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When a stage ends: after so many steps or minutes; the learning rate falls until then. `pause`: steps of one
-    call, after which it can be resumed."""
-
-    steps: float = math.inf
-    minutes: float = math.inf
-    pause: float = math.inf
-
-    def done(self, step: int, seconds: float) -> float:
-        """The share of the training that lies behind."""
-        return max(step / self.steps, seconds / 60 / self.minutes)
-
-
-def train(
-    made: nn.ModuleDict, stage: Stage, directory: Path, limits: Limits, device: str, workers: int
-) -> nn.ModuleDict:
-    """Train a stage to its end, from what an earlier call left; returns the moving average of the weights.
-
-    Writes `<name>.pt`, what is needed to resume, and `<name>.jsonl`, the log, into `directory`/training.
-    """
-    left, log = (directory / "training" / f"{stage.name}.{kind}" for kind in ("pt", "jsonl"))
-    left.parent.mkdir(parents=True, exist_ok=True)
-    made = made.to(device)
-    mean = deepcopy(made).requires_grad_(False)
-    for name, part in made.items():
-        part.requires_grad_(name in stage.parts)
-    learned = [one for name in stage.parts for one in made[name].parameters()]
-    averaged = [one for name in stage.parts for one in mean[name].parameters()]
-    optimizer = torch.optim.AdamW(learned, lr=stage.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    first, spent = 0, 0.0
-    if left.exists():
-        found = torch.load(left, map_location=device, weights_only=True)
-        made.load_state_dict(found["weights"])
-        mean.load_state_dict(found["mean"])
-        optimizer.load_state_dict(found["optimizer"])
-        first, spent = found["step"], found["seconds"]
-    if limits.done(first, spent) >= 1:
-        return mean
-    torch.backends.cudnn.benchmark = True
-    begun = time.monotonic() - spent
-    saved = time.monotonic()
-    chance = torch.Generator(device)
-    sums: dict[str, list[Tensor]] = {}
-    last = int(min(limits.steps, first + limits.pause, 10**7))
-    for step, batch in enumerate(_batches(directory, stage.size, range(first, last), device, workers), first):
-        done = min(limits.done(step, time.monotonic() - begun), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = stage.rate * min((step + 1) / WARM_UP, 0.01 + 0.99 * (1 + math.cos(math.pi * done)) / 2)
-        batch = {name: values.to(device, non_blocking=True) for name, values in batch.items()}
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss, values = stage.loss(made, batch, chance.manual_seed(step))
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(learned, 1.0)
-        optimizer.step()
-        with torch.no_grad():
-            torch._foreach_lerp_(averaged, learned, 1 - min(0.999, (step + 1) / (step + 10)))
-        for name, value in values.items():
-            sums.setdefault(name, []).append(value.detach())
-        over = step + 1 == last or limits.done(step + 1, time.monotonic() - begun) >= 1
-        if (step + 1) % 50 == 0 or over:
-            means = {name: round(torch.stack(found).mean().item(), 5) for name, found in sums.items()}
-            _log(log, {"step": step + 1, "seconds": round(time.monotonic() - begun, 1), **means})
-            sums = {}
-        if time.monotonic() - saved > 60 or over:
-            state = {"weights": made.state_dict(), "mean": mean.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save({**state, "step": step + 1, "seconds": time.monotonic() - begun}, left.with_suffix(".new"))
-            left.with_suffix(".new").replace(left)
-            saved = time.monotonic()
-        if over:
-            break
-    return mean
-
-
-def _batches(directory: Path, size: int, steps: range, device: str, workers: int) -> DataLoader[dict[str, Tensor]]:
-    return DataLoader(
-        Batches(directory, size, steps),
-        batch_size=None,
-        num_workers=workers,
-        prefetch_factor=8 if workers else None,
-        pin_memory=device == "cuda",
-    )
-
-
 @torch.no_grad()
-def measure(made: nn.ModuleDict, directory: Path, device: str) -> None:
+def measure(made: nn.ModuleDict, directory: Path) -> None:
     """Set the statistics by which latents are normalised."""
-    vae = made["vae"].to(device)
+    vae, batches = made["vae"], Prompted(directory, 32)
     seen = []
-    for batch in _batches(directory, 32, range(0, 8, 2), device, 0):
-        pictures = paint(batch["after"].to(device), batch["grounds"].to(device)) / 127.5 - 1
-        seen.append(functional.pixel_unshuffle(vae.encode(pictures).latent_dist.mode().float(), 2))
+    for step in range(0, 8, 2):
+        pictures = _scaled(clean(moved(batches(step).after, vae.device)))
+        seen.append(functional.pixel_unshuffle(vae.encode(pictures).latent_dist.mode(), 2))
     features = torch.cat(seen).transpose(0, 1).flatten(1)
     vae.bn.running_mean.copy_(features.mean(1))
     vae.bn.running_var.copy_(features.var(1))
-
-
-def _log(path: Path, row: dict[str, float]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
-    print(path.stem, row, flush=True)
 
 
 # what comes of it
@@ -425,7 +309,7 @@ def judge(directory: Path, count: int, device: str, length: int = SHORT) -> dict
                 what = new(rng)
             settings = {**SETTINGS, "max_sequence_length": length, "generator": torch.Generator().manual_seed(number)}
             if isinstance(what, Edit):
-                settings["image"] = Image.fromarray(painted(what.before, None, number))
+                settings["image"] = Image.fromarray(picture(Scene(what.before, number)))
             [image] = pipeline(prompt=str(what), **settings).images
             good = is_right(what, np.asarray(image))
             right[kind] += good
@@ -435,14 +319,14 @@ def judge(directory: Path, count: int, device: str, length: int = SHORT) -> dict
     return {kind: number / count for kind, number in right.items()}
 
 
-def is_right(what: Caption | Edit, picture: np.ndarray) -> bool:
+def is_right(what: Caption | Edit, pixels: np.ndarray) -> bool:
     """Whether a picture, uint8 [SIDE, SIDE, 3], shows what a caption says, or what an edit leaves."""
-    things = found_in(picture)
+    things = found_in(pixels)
     if things is None:
         return False
     if isinstance(what, Edit):
         return same_things(things, what.after)
-    return what.is_shown(things) and what.ground in (None, ground_of(picture))
+    return what.is_shown(things) and what.ground in (None, ground_of(pixels))
 
 
 def _note(what: Caption | Edit) -> PngInfo:
@@ -463,19 +347,22 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100, help="of captions and of edits to judge")
     parser.add_argument("--length", type=int, default=SHORT, help="tokens that judged prompts are padded to")
     options = parser.parse_args()
-    directory, device = options.directory, options.device
+    directory, device, training = options.directory, options.device, options.directory / "training"
     if options.command != "judge" and not (directory / "model_index.json").exists():
         create(directory)
+    training.mkdir(exist_ok=True)
     if options.command == "judge":
         print(json.dumps(judge(directory, options.count, device, options.length)))
     if options.command == "train":
-        made = networks(directory)
-        for stage, share in ((VAE_STAGE, options.vae_share), (FLOW_STAGE, 1 - options.vae_share)):
+        if math.inf == options.minutes == options.steps:
+            parser.error("train needs --minutes or --steps")
+        made = networks(directory).to(device)
+        for part, share in ((vae_part, options.vae_share), (flow_part, 1 - options.vae_share)):
             if share > 0:
                 limits = Limits(options.steps, options.minutes * share)
-                made = train(made, stage, directory, limits, device, options.workers)
-            if share > 0 and stage is VAE_STAGE:
-                measure(made, directory, device)
+                train(part(made, directory), limits, training, device=torch.device(device), workers=options.workers)
+            if share > 0 and part is vae_part:
+                measure(made, directory)
         write(directory, made)
 
 

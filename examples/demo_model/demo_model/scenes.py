@@ -33,6 +33,8 @@ _CELL = SIDE / 3
 _OUTLINES = {"circle": (32, 1.0), "square": (4, 1.0), "triangle": (3, 1.0), "star": (10, 0.45)}
 """Of each shape: how many corners, and how far from the centre every second one is, as a share of the radius."""
 _BACKGROUNDS = ("plain", "gradient", "stripes", "clouds")
+GROUNDS = {"dark": 0, "pale": 190}
+"""The least red, green and blue of a background; no thing has such a colour."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Scene:
     background: int
     """Seed of the background and its noise."""
     moves: tuple[tuple[int, str], ...] = ()
+    ground: str | None = None
+    """A key of `GROUNDS`: a background of one colour. None: any background."""
 
 
 def draw_scene(rng: random.Random, fewest: int = 1, most: int = 5) -> Scene:
@@ -178,13 +182,18 @@ class _Arrays:
 
 def _canvas(scene: Scene, most: int) -> _Arrays:
     rng = np.random.default_rng(scene.background)
-    # grey or pale: no thing has such a colour
-    colours = rng.integers(0, 60, (2, 3)) + rng.choice([0, 190], (2, 1))
-    kind = _BACKGROUNDS[rng.integers(len(_BACKGROUNDS))]
+    least = GROUNDS[scene.ground] if scene.ground else rng.choice(list(GROUNDS.values()), (2, 1))
+    colours = rng.integers(0, 60, (2, 3)) + least
+    kind = "plain" if scene.ground else _BACKGROUNDS[rng.integers(len(_BACKGROUNDS))]
     slopes = rng.uniform(0 if kind == "gradient" else -1, 1, 2)
     mixing = [*(float(kind == one) for one in _BACKGROUNDS[1:]), *slopes, rng.uniform(20, 60)]
     clouds, noise = rng.random((1, 8, 8)), rng.uniform(0, 9)
-    looks = [(*_outline(thing, rng.uniform(-0.2, 0.2)), *_shade(thing, rng)) for thing in scene.things]
+    # by cell, so that a thing looks the same whatever else is in the picture
+    turns, shades = rng.uniform(-0.2, 0.2, len(PLACES)), rng.integers(-14, 15, (len(PLACES), 3))
+    looks = [
+        (*outline(one.shape, turns[one.cell]), *np.clip(np.add(COLOURS[one.colour], shades[one.cell]), 0, 255))
+        for one in scene.things
+    ]
     frames = moments(scene)
     things = np.zeros((len(frames), most, 9))
     for index, frame in enumerate(frames):
@@ -196,18 +205,23 @@ def _canvas(scene: Scene, most: int) -> _Arrays:
     return _Arrays(*(one.astype(np.float32) for one in (things, *of_each)))
 
 
-def _shade(thing: Thing, rng: np.random.Generator) -> np.ndarray:
-    return np.clip(np.array(COLOURS[thing.colour]) + rng.integers(-14, 15, 3), 0, 255)
-
-
-def _outline(thing: Thing, turn: float) -> tuple[float, float, float]:
-    corners, inner = _OUTLINES[thing.shape]
-    first = -np.pi / 2 + turn + (np.pi / 4 if thing.shape == "square" else 0.0)
+def outline(shape: str, turn: float) -> tuple[float, float, float]:
+    """Of a shape turned by so many radians: numbers 3 to 5 of a `Canvas`'s thing."""
+    corners, inner = _OUTLINES[shape]
+    first = -np.pi / 2 + turn + (np.pi / 4 if shape == "square" else 0.0)
     return 2 * np.pi / corners, inner, first
 
 
 def painted(drawn: Canvas, generator: torch.Generator | None = None) -> Tensor:
     """uint8 [pictures, SIDE, SIDE, 3], on the canvas's device; the noise is the generator's."""
+    image = clean(drawn)
+    noise = torch.randn(image.shape, generator=generator, device=image.device)
+    image = image + noise * drawn.noise[:, None, None, None]
+    return image.clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+
+
+def clean(drawn: Canvas) -> Tensor:
+    """float32 [pictures, 3, SIDE, SIDE], 0 to 255: without noise."""
     device = drawn.things.device
     line = torch.arange(SIDE, device=device, dtype=torch.float32)
     y, x = line[:, None], line[None]
@@ -216,21 +230,20 @@ def painted(drawn: Canvas, generator: torch.Generator | None = None) -> Tensor:
     coarse = functional.interpolate(drawn.clouds, size=(SIDE, SIDE), mode="bicubic", align_corners=False)[:, 0]
     mix = gradient * slope + stripes * (torch.sin(slope * frequency) + 1) / 4 + clouds * coarse / 2
     image = torch.lerp(drawn.colours[:, 0], drawn.colours[:, 1], mix.clamp(0, 1)[:, None])
-    covered = _covered(drawn.things[..., :6, None, None], x + 0.5, y + 0.5)
+    shares = covered(drawn.things[..., :6], x + 0.5, y + 0.5)
     for number in range(drawn.things.shape[1]):
-        image = torch.lerp(image, drawn.things[:, number, 6:, None, None], covered[:, number, None])
-    noise = torch.randn(image.shape, generator=generator, device=device)
-    image = image + noise * drawn.noise[:, None, None, None]
-    return image.clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+        image = torch.lerp(image, drawn.things[:, number, 6:, None, None], shares[:, number, None])
+    return image
 
 
-def _covered(shapes: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """[pictures, things, 6, 1, 1] → share of each pixel that a thing covers, [pictures, things, SIDE, SIDE].
+def covered(shapes: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """[pictures, things, 6], the first six numbers of a `Canvas`'s things, and the pixels' middles, [1, columns] and
+    [rows, 1] → share of each pixel that a thing covers, [pictures, things, rows, columns].
 
     A pixel's angle is folded into the sector between a corner and the next; its depth is how far it is inside of the
     edge that joins them.
     """
-    middle_x, middle_y, radius, sector, inner, first = shapes.unbind(2)
+    middle_x, middle_y, radius, sector, inner, first = shapes[..., None, None].unbind(2)
     right, down = x - middle_x, y - middle_y
     sector = sector.clamp(min=1e-3)  # 0 where there is no thing
     angle = torch.remainder(torch.atan2(down, right) - first, 2 * sector)

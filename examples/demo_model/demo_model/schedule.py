@@ -25,13 +25,13 @@ PARTS = ("codec", "vision", "dictation", "answers", "hearing", "speaking")
 """In an order in which each finds what it needs; what a later one has learned counts."""
 STEPS = {"vision": 800, "answers": 3000, "dictation": 2000, "hearing": 2000, "codec": 1500, "speaking": 3000}
 SIZES = {
-    "cpu": {"vision": 96, "answers": 32, "dictation": 32, "hearing": 24, "codec": 12, "speaking": 12},
+    "cpu": {"vision": 96, "answers": 32, "dictation": 32, "hearing": 24, "codec": 6, "speaking": 12},
     "cuda": {"vision": 256, "answers": 128, "dictation": 64, "hearing": 64, "codec": 24, "speaking": 64},
 }
 """Pictures, sequences or recordings of a batch."""
 NEEDS = {"answers": ("vision",), "hearing": ("answers", "dictation"), "speaking": ("codec", "answers")}
 LINES: dict[str, tuple[dict[str, float], ...]] = {
-    "cpu": ({"codec": 0.2, "vision": 0.3, "dictation": 0.45, "answers": 0.65, "hearing": 0.85, "speaking": 1.0},),
+    "cpu": ({"vision": 0.3, "answers": 0.7, "hearing": 1.0}, {"dictation": 0.2, "codec": 0.55, "speaking": 1.0}),
     "cuda": ({"vision": 0.15, "answers": 0.5, "hearing": 1.0}, {"codec": 0.5, "speaking": 1.0}, {"dictation": 0.5}),
 }
 """Parts that one process trains in turn, and which share of the time is over when each must end; lines run at once."""
@@ -67,7 +67,8 @@ def limits(part: str, steps: int | None, minutes: float | None) -> Limits:
 def train_one(name: str, options: Options, given: Limits) -> None:
     """Train one part on what the parts before it have learned."""
     torch.set_num_threads(options.threads)
-    torch.set_float32_matmul_precision("high")  # float32 with a GPU's fast products; the weights are small
+    if options.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # its fast products; the weights are small
     model = _model(options)
     prepare(model, options.device)
     for before in PARTS[: PARTS.index(name)]:
