@@ -29,7 +29,7 @@ def test_what_is_missing_of_mooncake_is_named() -> None:
     ("kind", "extra", "field", "said"),
     [
         ("shn", {}, "name", "did you mean 'shm'"),
-        ("pigeon", {}, "name", "known: inproc, mooncake_engine, mooncake_store, shm, tcp"),
+        ("pigeon", {}, "name", "known: inproc, mooncake_engine, mooncake_store, nixl, shm, tcp"),
         ("shm", {"shm_treshold_bytes": 1}, "shm_treshold_bytes", "did you mean 'shm_threshold_bytes'"),
         ("inproc", {"pool_bytes": 1}, "pool_bytes", "no key 'pool_bytes'"),
         ("shm", {"pool_bytes": "64M"}, "pool_bytes", "'64M'; it must be a whole number"),

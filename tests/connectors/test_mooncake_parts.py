@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from taking import until
 from segue.connectors.base import Gone
 from segue.connectors.fetching import Buffers, SourceLost, Taken
 from segue.connectors.mooncake.client import NO_SPACE, NOT_FOUND, Client
-from segue.connectors.mooncake.engine import EngineSource, InMemory, Slots
+from segue.connectors.mooncake.engine import InMemory, Peer
 from segue.connectors.mooncake.library import Memory
 from segue.connectors.mooncake.store import Keys, Stored, StoreSource
 from segue.connectors.payload import measure
+from segue.connectors.slots import Slots, SlotSource
 
 KIB = 1024
 
@@ -56,7 +58,7 @@ class Edge:
     def __init__(self, max_bytes: int = 64 * KIB) -> None:
         self.engine = Engine()
         memory = Memory(self.engine, "register_memory", "unregister_memory")
-        self.slots = Slots(memory, "here:1", max_bytes)
+        self.slots = Slots(memory, partial(InMemory, "here:1"), max_bytes)
         self._memory = memory
         self.buffers = Buffers(memory.add, memory.drop)
 
@@ -66,7 +68,7 @@ class Edge:
         return place
 
     def fetch(self, place: InMemory) -> Taken | Gone:
-        return EngineSource(place, self._memory).fetch(place, self.buffers)
+        return SlotSource(Peer(place.session, self._memory)).fetch(place, self.buffers)
 
 
 def is_payload(found: Taken | Gone, first: int) -> bool:

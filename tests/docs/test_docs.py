@@ -217,9 +217,8 @@ def test_settings_of_connectors_are_as_documented() -> None:
     extra = {key: written[key] for key in written if key not in ("name", "extra")}
     of_tcp = ("inline_threshold_bytes", "max_bytes")
     of_mooncake = {name for key in list(extra)[5:] for name in names(written[key][0])}
-    assert of_mooncake == {key for kind in ("mooncake_engine", "mooncake_store") for key in CONNECTOR_KEYS[kind]} - {
-        *of_tcp
-    }
+    of_others = {key for kind in ("mooncake_engine", "mooncake_store", "nixl") for key in CONNECTOR_KEYS[kind]}
+    assert of_mooncake == of_others - {*of_tcp}
     extra = dict(list(extra.items())[:5])
     of_shm = dict.fromkeys(extra.keys() - {"inline_threshold_bytes"}, 1 << 16)
     create("shm", "docs-settings", of_shm).close()

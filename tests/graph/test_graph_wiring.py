@@ -237,8 +237,8 @@ SHM = {"name": "SharedMemoryConnector"}
         ({"stage_args": [{"stage_id": 0, "runtime": {}}]}, "no key 'runtime'; write devices, max_batch instead"),
         (connector(), "runtime.connectors.c.name is None; it must be one of SharedMemoryConnector, InProcessConnector"),
         (connector(name="SharedMemoryConector"), r"did you mean 'SharedMemoryConnector'\?"),
-        (connector(name="NixlConnector"), "c.name is 'NixlConnector', which this version does not have"),
-        (connector(name="YuanrongConnector"), "served by SharedMemoryConnector"),
+        (connector(name="YuanrongConnector"), "c.name is 'YuanrongConnector', which this version does not have"),
+        (connector(name="CudaIpcConnector"), "served by SharedMemoryConnector"),
         (
             connector(name="MooncakeStoreConnector", extra={"matser": "10.0.0.1:50051"}),
             r"c.extra has no key 'matser'; did you mean 'master'\?",

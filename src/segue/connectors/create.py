@@ -10,6 +10,7 @@ from segue.connectors.device import DeviceMemory
 from segue.connectors.inproc import InProcessConnector
 from segue.connectors.mooncake.engine import MooncakeEngineConnector
 from segue.connectors.mooncake.store import MooncakeStoreConnector
+from segue.connectors.nixl import NixlConnector
 from segue.connectors.shm import SharedMemoryConnector
 from segue.connectors.tcp.connector import TcpConnector
 from segue.messages.errors import ConfigError, nearest
@@ -21,6 +22,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "shm": ("shm_threshold_bytes", "pool_bytes", "max_bytes", "cuda_pool_bytes"),
     "tcp": ("inline_threshold_bytes", "max_bytes"),
     "mooncake_engine": ("inline_threshold_bytes", "max_bytes", "host", "protocol", "device_name"),
+    "nixl": ("inline_threshold_bytes", "max_bytes", "device_name"),
     "mooncake_store": (
         *("inline_threshold_bytes", "max_bytes", "segment", "localbuf"),
         *("host", "master", "metadata_server", "proto", "rdma"),
@@ -74,6 +76,8 @@ def create(
         if network is None:
             raise ConfigError("the connector 'tcp' needs a network: start with `segue serve --listen`", field="name")
         return TcpConnector(network.host, network.key, **extra, as_bfloat16=network.as_bfloat16)
+    if kind == "nixl":
+        return NixlConnector(**extra, as_bfloat16=network.as_bfloat16 if network is not None else frozenset())
     if kind.startswith("mooncake"):
         # on several hosts every worker has its own address, which the file cannot know
         host = network.host if network is not None else extra.get("host", LOOPBACK)

@@ -17,8 +17,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from segue.connectors.fetching import Buffers
-from segue.connectors.mooncake.library import Memory, address_of, load
+from segue.connectors.mooncake.library import Memory, load
 from segue.connectors.payload import Encoded
+from segue.connectors.slots import address_of
 from segue.messages.errors import ConfigError
 
 log = logging.getLogger(__name__)

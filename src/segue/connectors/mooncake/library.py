@@ -5,17 +5,15 @@ Mooncake asks nobody who connects for a secret, and its clients listen on every 
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import mmap
 from pathlib import Path
 from typing import Any
 
+from segue.connectors.slots import address_of
 from segue.messages.errors import ConfigError
 
 PROTOCOLS = ("tcp", "rdma")
-IDLE_SECONDS = 60.0
-"""After which a producer that was asked for nothing is taken for ended: Mooncake does not tell."""
 _RDMA = Path("/sys/class/infiniband")
 
 
@@ -44,11 +42,6 @@ def check_protocol(protocol: str, field: str) -> None:
         raise ConfigError(
             f"{field} is 'rdma', but this machine has no RDMA device ({_RDMA} is empty); write tcp", field=field
         )
-
-
-def address_of(buffer: mmap.mmap) -> int:
-    """Return the address of a buffer's first byte."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 class Memory:

@@ -14,9 +14,10 @@ import msgspec
 from segue.connectors.base import Gone
 from segue.connectors.fetching import Buffers, Consumer, SourceLost, Taken
 from segue.connectors.mooncake.client import NOT_FOUND, Client, join
-from segue.connectors.mooncake.library import IDLE_SECONDS, check_protocol
+from segue.connectors.mooncake.library import check_protocol
 from segue.connectors.payload import Encoded, read_from
 from segue.connectors.remote import MAX_BYTES, THRESHOLD_BYTES, RemoteConnector, check_sizes
+from segue.connectors.slots import IDLE_SECONDS
 from segue.messages.errors import ConfigError
 
 _MiB = 1 << 20

@@ -85,13 +85,14 @@ from segue.messages.limits import RequestLimits
 
 MiB = 1 << 20
 
-ConnectorKind = Literal["inproc", "shm", "tcp", "mooncake_store", "mooncake_engine"]
+ConnectorKind = Literal["inproc", "shm", "tcp", "mooncake_store", "mooncake_engine", "nixl"]
 REACH: Mapping[ConnectorKind, str] = {
     "inproc": "process",
     "shm": "host",
     "tcp": "network",
     "mooncake_store": "network",
     "mooncake_engine": "network",
+    "nixl": "network",
 }
 """Kind of connector → how far apart the ends of its edges may be (`segue.connectors.base.Reach`)."""
 

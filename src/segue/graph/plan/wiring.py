@@ -21,6 +21,7 @@ KINDS: dict[str, ConnectorKind] = {
     "MooncakeConnector": "mooncake_store",
     "MooncakeStoreConnector": "mooncake_store",
     "MooncakeTransferEngineConnector": "mooncake_engine",
+    "NixlConnector": "nixl",
 }
 """Name in a deployment → kind of connector."""
 
@@ -28,7 +29,6 @@ _ELSEWHERE = frozenset(
     {
         "CudaIpcConnector",
         "MoriTransferEngineConnector",
-        "NixlConnector",
         "YuanrongConnector",
         "YuanrongTransferEngineConnector",
     }
@@ -42,10 +42,12 @@ _SIZES: Mapping[ConnectorKind, tuple[str, ...]] = {
     "inproc": ("max_bytes",),
     "tcp": ("inline_threshold_bytes", "max_bytes"),
     "mooncake_engine": ("inline_threshold_bytes", "max_bytes"),
+    "nixl": ("inline_threshold_bytes", "max_bytes"),
     "mooncake_store": ("inline_threshold_bytes", "max_bytes", "segment", "localbuf"),
 }
 _TEXTS: Mapping[ConnectorKind, tuple[str, ...]] = {
     "mooncake_engine": ("host", "protocol", "device_name"),
+    "nixl": ("device_name",),
     "mooncake_store": ("host", "master", "metadata_server", "proto", "rdma"),
 }
 _FOREIGN: Mapping[ConnectorKind, tuple[str, ...]] = {
