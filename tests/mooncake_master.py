@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from namespaces import Host, inside
+from segue.bench.harness.namespaces import Host, inside
 from segue.connectors.mooncake.library import load
 from segue.messages.errors import ConfigError
 

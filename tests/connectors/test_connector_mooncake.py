@@ -22,7 +22,8 @@ from test_connector_contract import MakePair, Pair, filled
 from test_connector_stateful import Against
 
 from mooncake_master import Master, need_mooncake, running_master
-from namespaces import hosts, inside
+from namespaces import cut, hosts, mend
+from segue.bench.harness.namespaces import inside
 from segue.connectors.base import Arrived, Coming, Connector, Gone
 from segue.connectors.create import Network, create
 from segue.messages.errors import ConfigError
@@ -197,7 +198,7 @@ def arrives(producer: Connector, consumer: Connector) -> bool:
 def test_a_receiver_that_is_cut_off_holds_its_producer_up_for_seconds(ground: Master) -> None:
     """Mooncake waits for half a minute; the worker must not, for it serves others."""
     with peer(ground, "mooncake_store"), connected(ground, "mooncake_store") as [producer]:
-        ground.others[0].cut()
+        cut(ground.others[0])
         try:
             took = []
             for n in range(12):  # some of them go to the memory of the first host
@@ -206,7 +207,7 @@ def test_a_receiver_that_is_cut_off_holds_its_producer_up_for_seconds(ground: Ma
                 took.append(time.monotonic() - began)
             assert sum(took) < 10
         finally:
-            ground.others[0].mend()
+            mend(ground.others[0])
 
 
 def test_rdma_without_a_device_is_refused(ground: Master) -> None:

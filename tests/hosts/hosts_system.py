@@ -17,7 +17,8 @@ import yaml
 from ray_cluster import RayCluster, cluster
 
 from mooncake_master import Master, running_master
-from namespaces import Host, hosts
+from namespaces import hosts
+from segue.bench.harness.namespaces import Host
 
 TOKEN = "a token of the tests"
 CLIENT = str(Path(__file__).with_name("hosts_client.py"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from namespaces import Host
+from segue.bench.harness.namespaces import Host
 
 PORT = 6379
 _PATIENCE = 120.0

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from hosts_system import Hosts, system
 
-from namespaces import Host, narrow, slow
+from namespaces import cut, mend, narrow, slow
+from segue.bench.harness.namespaces import Host
 
 pytestmark = pytest.mark.nightly
 CLIENT = str(Path(__file__).with_name("mixed_client.py"))
@@ -134,11 +135,11 @@ def test_a_link_that_goes_down_and_up_changes_no_answer(omni: Hosts, undisturbed
     joined = omni.count("has joined")
     clients = Clients(omni)
     clients.until_begun(3)
-    omni.hosts["node1"].cut()
+    cut(omni.hosts["node1"])
     try:
         time.sleep(seconds)  # the outage itself
     finally:
-        omni.hosts["node1"].mend()
+        mend(omni.hosts["node1"])
     assert_equal(clients.answers(), undisturbed)
     omni.wait("has joined", joined + (seconds > 10))
 

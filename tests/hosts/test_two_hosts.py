@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hosts_system import Hosts, system
 
-from namespaces import need_namespaces
+from namespaces import cut, mend, need_namespaces
 
 PROMPTS = ("hello", "a longer prompt", "x")
 LOST_WITHIN = 10 + 5
@@ -83,11 +83,11 @@ def test_a_link_that_is_down_for_a_while_costs_no_answer(spread: Hosts, seconds:
     right = spread.ask(*PROMPTS)
     joined, ready = spread.count("has joined"), spread.count(r"tone\.1-\d+ \(node1\) is ready")
     clients = spread.asking(*PROMPTS, seconds=seconds + 5, parallel=6)
-    spread.hosts["node1"].cut()
+    cut(spread.hosts["node1"])
     try:
         time.sleep(seconds)  # the outage itself
     finally:
-        spread.hosts["node1"].mend()
+        mend(spread.hosts["node1"])
     all_right(spread, right, spread.answers(clients))
     if seconds > LOST_WITHIN:
         spread.wait("has joined", joined + 1)
@@ -101,12 +101,12 @@ def test_a_link_that_is_down_for_a_while_costs_no_answer(spread: Hosts, seconds:
 def test_a_lost_node_that_was_the_only_place_gives_errors_within_the_stated_time(toy_dir: Path, tmp_path: Path) -> None:
     with system(2, toy_dir, ALONE, tmp_path) as running:
         right = running.ask(*PROMPTS)
-        running.hosts["node1"].cut()
+        cut(running.hosts["node1"])
         found = running.answers(running.asking("hello", "x", seconds=LOST_WITHIN + 2))
         assert {one["status"] for one in found} == {503}
         assert all("'tone'" in one["error"] for one in found)
         assert max(one["seconds"] for one in found) <= LOST_WITHIN
-        running.hosts["node1"].mend()
+        mend(running.hosts["node1"])
         running.wait("has joined", 2)
         running.wait(r"tone\.0-[2-9] \(node1\) is ready")
         assert running.ask(*PROMPTS) == right

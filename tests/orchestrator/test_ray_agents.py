@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from namespaces import hosts, inside
+from namespaces import hosts
+from segue.bench.harness.namespaces import inside
 from segue.graph.deployment.deployment import RayNode, RayPlan
 from segue.messages.errors import ConfigError
 from segue.messages.join import Listen, Welcome
