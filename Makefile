@@ -93,7 +93,7 @@ bench: $(INSTALLED)
 gpu-check: $(INSTALLED)  ## on a machine with an NVIDIA GPU: tests and measurements in 40 minutes; report in out/gpu/
 	$(BIN)/segue bench gpu
 
-figures: $(INSTALLED)  ## the tables of README.md and docs/benchmarks.md, from bench/results
+figures: $(INSTALLED)  ## the tables of README.md, docs/benchmarks.md and docs/scale.md, from bench/results
 	$(BIN)/python -m segue.bench.figures
 
 clean:

@@ -1,6 +1,6 @@
-"""`make figures`: write the tables of README.md and docs/benchmarks.md from the results in bench/results.
+"""`make figures`: write the tables of README.md, docs/benchmarks.md and docs/scale.md from the files of bench/results.
 
-`python -m segue.bench.figures` writes both pages; with file arguments it prints their full reports, also of incomplete
+`python -m segue.bench.figures` writes these pages; with file arguments it prints their full reports, also of incomplete
 runs.
 """
 
@@ -19,6 +19,9 @@ from segue.bench.diffusion import report as diffusion_report
 from segue.bench.diffusion.results import DiffusionResult
 from segue.bench.harness.results import read_values, result_of
 from segue.bench.hop import HopResult, hop_table
+from segue.bench.hosts.results import HostsResult
+from segue.bench.hosts.results import markdown as hosts_report
+from segue.bench.hosts.scale import scale
 from segue.bench.omni import report
 from segue.bench.omni.results import Result
 from segue.bench.own.results import OwnResult
@@ -40,6 +43,7 @@ _KINDS: dict[str, tuple[Any, Callable[[Any], str], Callable[[Any], Measured] | N
     "mimo-audio": (plain.PlainResult, plain.markdown, None),
     "first-sound": (first_sound.SoundResult, first_sound.markdown, None),
     "hop": (HopResult, hop_table, None),
+    "hosts": (HostsResult, hosts_report, None),
 }
 """Benchmark → type of its result, its full report, its comparisons."""
 _ORDER = tuple(_KINDS)
@@ -49,6 +53,7 @@ _TABLES = {
     "mimo-audio": "MiMo-Audio",
     "first-sound": "First sound of three models in one graph",
     "hop": "Bytes between workers",
+    "hosts": "Two hosts",
 }
 """Title of the section of each benchmark whose full report is short enough for the page."""
 
@@ -69,7 +74,7 @@ def full(path: Path) -> str:
 
 
 def pages(root: Path) -> dict[Path, str]:
-    """Both pages, generated from the results of this checkout. Raises `ConfigError`."""
+    """The pages, generated from the results of this checkout. Raises `ConfigError`."""
     found = [(*read(path), path) for path in sorted((root / "bench" / "results").glob("*.json"))]
     found.sort(key=lambda one: _ORDER.index(one[0]))
     measured = [(of(result), path) for kind, result, path in found if (of := _KINDS[kind][2]) is not None]
@@ -81,8 +86,9 @@ def pages(root: Path) -> dict[Path, str]:
         f"{one.title}; {one.origin}:\n\n{comparison_table([row for row in one.comparisons if row.headline])}"
         for one, _ in measured
     ]
+    reckoned = [scale([result for kind, result, _ in found if kind == "hosts"])]
     made = {}
-    for page, body in (("README.md", short), ("docs/benchmarks.md", sections)):
+    for page, body in (("README.md", short), ("docs/benchmarks.md", sections), ("docs/scale.md", reckoned)):
         path = root / page
         made[path] = insert(path.read_text(), "\n\n".join(body))
     return made

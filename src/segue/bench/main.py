@@ -9,6 +9,7 @@ from functools import partial
 from segue.bench.diffusion import arguments as diffusion
 from segue.bench.gpu_check import add_gpu
 from segue.bench.harness.arguments import add_command
+from segue.bench.hosts import arguments as hosts
 from segue.bench.omni import arguments as omni
 from segue.bench.own import arguments as own
 from segue.bench.plain import bagel, mimo_audio
@@ -48,6 +49,8 @@ def parser() -> Parser:
     add_command(commands, "attention", said, steps.AttentionBench, steps.start_attention)
     said = "a video model of one's own that follows actions, Segue against its author's loop"
     add_command(commands, "own", said, own.OwnBench, own.start, own.NEEDS)
+    said = "payloads, a model and the orchestrator over two hosts, against a bare socket and one host"
+    add_command(commands, "hosts", said, hosts.HostsBench, hosts.start, hosts.NEEDS)
     for workload, what in ((mimo_audio.WORKLOAD, "text and speech"), (bagel.WORKLOAD, "text and images")):
         said = f"{what}, Segue against a plain PyTorch loop over the same networks"
         add_command(commands, workload.name, said, plain.PlainBench, partial(plain.start, workload), ["psutil"])

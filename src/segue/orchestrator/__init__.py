@@ -4,5 +4,6 @@ Python API; `service` is the server's interface, `tokenless` what a deployment w
 a model as requests see it; `joined` runs a request over a graph of models; `spoken` says a text while it arrives. The
 package talks to workers only through `messages`.
 
-Doors: `blocking`, `omni`, `outputs`, `progress`, `service`, `serving`, `spoken`, `tokenless`, `workers`.
+Doors: `blocking`, `omni`, `orchestrator`, `outputs`, `progress`, `service`, `serving`, `spoken`, `tokenless`,
+`workers`.
 """

@@ -255,7 +255,7 @@ class World:
         world = self
 
         class Wired(Supervisor):
-            def _place(self, preload: list[str], listen: object) -> Placement:
+            def make_placement(self, preload: list[str], listen: object) -> Placement:
                 world.exited = self._on_exit
                 return places
 

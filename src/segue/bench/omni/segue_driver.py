@@ -30,9 +30,11 @@ class SegueDriver(AsyncOmniDriver):
         load_format: str,
         unspoken_codes: int = 0,
         config: dict[str, Any] | Path | None = None,
+        name: str = "segue",
+        **settings: Any,
     ) -> None:
-        """`unspoken_codes`: `segue.bench.omni.families.OmniFamily`."""
-        super().__init__("segue", model_dir, dtype=dtype, load_format=load_format, config=config)
+        """`unspoken_codes`: `segue.bench.omni.families.OmniFamily`. `settings`: further arguments of `AsyncOmni`."""
+        super().__init__(name, model_dir, dtype=dtype, load_format=load_format, config=config, **settings)
         self._suppressed = suppressed
         self._silence = silence
         self._unspoken = unspoken_codes

@@ -142,7 +142,7 @@ class Supervisor:
         self.moves = Moves(plan, self.replicas, self.stats, self)
         self.stopping = False
         """Set while stopping: a worker that dies now is not replaced."""
-        self._placement = self._place(preload, listen)
+        self._placement = self.make_placement(preload, listen)
         self._context: zmq.Context[Any] | None = None  # None until started
         self._out: dict[str, zmq.Socket[bytes]] = {}
         self._inbox: zmq.asyncio.Socket | None = None
@@ -153,7 +153,8 @@ class Supervisor:
         """The inbox's endpoints, and its address."""
         self._network: Network | None = None
 
-    def _place(self, preload: list[str], listen: Listen | None) -> Placement:
+    def make_placement(self, preload: list[str], listen: Listen | None) -> Placement:
+        """Make what starts the workers: on this host, or also on those that join. Raises `ConfigError`."""
         gpus = any(device != CPU for stage in self._plan.stages.values() for device in stage.devices)
         local = LocalPlacement(
             preload,
