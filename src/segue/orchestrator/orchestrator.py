@@ -192,7 +192,8 @@ class Orchestrator:
             return False
         state.appended.append(piece)
         # a new attempt gets all pieces after its `Begin`
-        if state.input not in state.waiting and state.stages[state.input].worker in self.replicas.alive():
+        worker = self.replicas.by_worker(state.stages[state.input].worker)
+        if state.input not in state.waiting and worker is not None and worker.alive:
             self._send(appended(state, piece))
         return True
 
@@ -306,6 +307,7 @@ class Orchestrator:
             stage_state.attempt += 1
             stage_state.done = False
             stage_state.inputs_done.clear()
+            state.slots[replica.slot] = None
             replica.requests.add(state.id)
             replica.working.add(state.id)
             self._at_rest(state, before)
@@ -354,9 +356,9 @@ class Orchestrator:
         self._unread.pop(state.id, None)
         for timer in filter(None, (state.timer, state.patience)):
             timer.cancel()
-        for replica in self.replicas.all:
+        for replica in filter(None, map(self.replicas.in_slot, state.slots)):
             replica.working.discard(state.id)
-            if state.id in replica.requests:  # it has, or had, some of its stages
+            if state.id in replica.requests:  # its incarnation is the one that has, or had, them
                 replica.requests.discard(state.id)
                 if replica.alive:
                     self._send((replica.address, Drop(state.id)))

@@ -123,6 +123,8 @@ class RequestState:
     """What was appended to the open request, in order; None: its input was closed."""
     delivered: dict[tuple[str, Stream], int] = field(default_factory=dict)
     """(visit, its output) → units that the client has."""
+    slots: dict[str, None] = field(default_factory=dict)
+    """Slots of the workers that have, or had, some of its stages."""
     waiting: set[str] = field(default_factory=set)
     """Stages to start as soon as their groups have a ready worker."""
     losses: Counter[str] = field(default_factory=Counter)

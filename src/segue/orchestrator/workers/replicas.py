@@ -44,11 +44,16 @@ class Replica:
     """Number of successive deaths before it was ready."""
     buried: bool = False
     """This incarnation is dead, and the next one is not spawned yet; what it still says does not count."""
+    slot: str = field(init=False)
+    """The name of the slot."""
+
+    def __post_init__(self) -> None:
+        self.slot = f"{self.group[-1]}.{self.index}"
 
     @property
     def worker(self) -> str:
         """The worker's name, unique per incarnation."""
-        return f"{self.group[-1]}.{self.index}-{self.incarnation}"
+        return f"{self.slot}-{self.incarnation}"
 
     @property
     def alive(self) -> bool:
@@ -75,6 +80,7 @@ class Replicas:
             for group in groups
             for index in range(plans[group[0]].replicas)
         ]
+        self._by_slot = {replica.slot: replica for replica in self.all}
         self._by_stage: dict[str, list[Replica]] = {}
         for replica in self.all:
             for stage in replica.group:
@@ -88,7 +94,12 @@ class Replicas:
 
     def by_worker(self, worker: str) -> Replica | None:
         """Return the replica whose current incarnation has this name and is not known to be dead."""
-        return next((replica for replica in self.all if replica.worker == worker and not replica.buried), None)
+        replica = self.in_slot(worker.rpartition("-")[0])
+        return replica if replica is not None and replica.worker == worker and not replica.buried else None
+
+    def in_slot(self, slot: str) -> Replica | None:
+        """Return the replica of a slot, whatever its incarnation."""
+        return self._by_slot.get(slot)
 
     def by_address(self, address: str) -> Replica | None:
         """Return the replica whose current incarnation has this inbox."""
@@ -113,6 +124,7 @@ class Replicas:
         node = self._plans[group[0]].node_of(index)
         replica = Replica(group, index, node, self._incarnations.get((group, index), 0))
         self.all.append(replica)
+        self._by_slot[replica.slot] = replica
         for stage in group:
             self._by_stage[stage].append(replica)
         return replica
@@ -121,6 +133,7 @@ class Replicas:
         """Remove a worker that has ended."""
         self._incarnations[replica.group, replica.index] = replica.incarnation
         self.all.remove(replica)
+        del self._by_slot[replica.slot]
         for stage in replica.group:
             self._by_stage[stage].remove(replica)
 
