@@ -107,27 +107,29 @@ class Router:
         held = {stage.worker for visit, stage in state.stages.items() if stage_of(visit) in group} - barred
         chain = self._chain(state) if "prefix" in routing and len(workers) > 1 else []
         session = self._sessions.worker(_session(state, group)) if state.request.session else None
+        asked = Asked(input_stage=only_reads(group), media=has_media(state), last_try=self._last_try(state, group))
+        max_batch = self._max_batch(group)
         candidates = []
+        # with hundreds of workers, most of the orchestrator's time is spent here: nothing is computed in vain
         for replica in workers:
-            waiting, running = self._load(replica)
+            name = replica.worker
+            waiting, running = self._read(replica) if asked.input_stage else self._load(replica, name, max_batch)
             candidates.append(
                 Candidate(
-                    worker=replica.worker,
+                    worker=name,
                     # stages of one worker stay together until it ends
-                    ready=replica.worker not in barred
-                    and (replica.state == "ready" or (replica.alive and replica.worker in held)),
+                    ready=name not in barred and (replica.state == "ready" or (replica.alive and name in held)),
                     waiting=waiting,
                     running=running,
-                    reading_media=any(replica.reading.values()),
-                    has_request=replica.worker in held,
-                    has_last_try=self._has_last_try(replica, state),
-                    blocks=replica.prefixes.held(chain),
-                    has_session=replica.worker == session,
+                    reading_media=asked.input_stage and any(replica.reading.values()),
+                    has_request=name in held,
+                    has_last_try=asked.last_try and self._has_last_try(replica, state),
+                    blocks=replica.prefixes.held(chain) if chain else 0,
+                    has_session=name == session,
                     chosen=replica.chosen,
                 )
             )
-        asked = Asked(input_stage=only_reads(group), media=has_media(state), last_try=self._last_try(state, group))
-        chosen = choose(asked, routing, slack_of(self._max_batch(group)), candidates)
+        chosen = choose(asked, routing, slack_of(max_batch), candidates)
         return None if chosen is None else self._replicas.by_worker(chosen.worker)
 
     def given(self, state: RequestState, replica: Replica) -> None:
@@ -139,17 +141,22 @@ class Router:
             replica.prefixes.remember(self._chain(state))
             replica.chosen = next(self._choices)  # new prompts then spread over the prefix caches
 
-    def _load(self, replica: Replica) -> tuple[int, int]:
+    @staticmethod
+    def _read(replica: Replica) -> tuple[int, int]:
+        """Return (requests with media, other requests) that an input worker processes."""
+        media = sum(replica.reading.values())
+        return media, len(replica.reading) - media
+
+    def _load(self, replica: Replica, name: str, max_batch: int) -> tuple[int, int]:
         """Return (requests that wait in a worker, requests that it works on). It reports its queue now and then; what
         exceeds a batch waits in any case."""
-        if only_reads(replica.group):
-            media = sum(replica.reading.values())
-            return media, len(replica.reading) - media
         mine = len(replica.working)
-        stats = self._stats.get(replica.worker)
+        if not mine:
+            return 0, 0
+        stats = self._stats.get(name)
         reported = [stage.values.get("waiting", 0.0) for stage in stats.stages] if stats is not None else []
         queued = max((int(value) for value in reported if isinstance(value, float)), default=0)
-        waiting = max(mine - self._max_batch(replica.group), min(mine, queued))
+        waiting = max(mine - max_batch, min(mine, queued))
         return waiting, mine - waiting
 
     def _max_batch(self, group: Group) -> int:

@@ -15,9 +15,10 @@ QUEUED = 4
 """Weight of a request that waits, relative to one that runs, as in vLLM's load balancer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Candidate:
-    """A worker, as far as the choice for one request depends on it."""
+    """A worker, as far as the choice for one request depends on it. (Not frozen: that takes twice as long, and one is
+    made for each worker.)"""
 
     worker: str
     ready: bool = True
@@ -115,10 +116,18 @@ def pick(routing: Iterable[str], slack: int, workers: Sequence[Candidate]) -> Ca
     first; None if none is left."""
     if not workers:
         return None
-    most = min(map(load, workers)) + slack
-    scores = [SCORES[name] for name in routing]
-    near = [one for one in workers if load(one) <= most]
-    return min(near, key=lambda one: (*(score(one) for score in scores), load(one), one.chosen))
+    loads = [load(one) for one in workers]
+    most = min(loads) + slack
+    near = [one for one, found in zip(workers, loads, strict=True) if found <= most]
+    for score in (*(SCORES[name] for name in routing), load, _chosen):
+        values = [score(one) for one in near]
+        best = min(values)
+        near = [one for one, value in zip(near, values, strict=True) if value == best]
+    return near[0]
+
+
+def _chosen(worker: Candidate) -> int:
+    return worker.chosen
 
 
 def choose(asked: Asked, routing: Iterable[str], slack: int, workers: Sequence[Candidate]) -> Candidate | None:
