@@ -63,6 +63,12 @@ def test_every_message_of_a_simulated_request_is_counted() -> None:
         assert any(name.startswith("orchestrator/") for name, _ in row.profile)
 
 
+@pytest.mark.nightly
+def test_more_workers_than_a_context_of_zmq_has_sockets_by_default() -> None:
+    row = asyncio.run(limit.measure(Asked(workers=1100, steps=1, together=8, seconds=0.5)))
+    assert row.workers == 1100
+
+
 def test_too_few_workers_for_the_stages_are_refused() -> None:
     with pytest.raises(ConfigError, match="workers is 3; it must be at least 4"):
         asyncio.run(limit.measure(Asked(workers=3, steps=1, together=1, seconds=0.1)))

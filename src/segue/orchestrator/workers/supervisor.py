@@ -201,6 +201,7 @@ class Supervisor:
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.create_future()
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # one per worker; by default 1,023
         await self._open()
         if self._placement.no_kernels and any(
             "cpu" in stage.devices for name, stage in self._plan.stages.items() if not is_built_in(name)

@@ -53,6 +53,7 @@ class Peers:
     def __init__(self, inbox: str, network: Network | None = None) -> None:
         """`inbox`: the endpoint on this host. `network`: set if others are on other hosts."""
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # two per peer; by default 1,023
         self._network = network
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.set_hwm(0)
