@@ -95,6 +95,9 @@ GIVE_UP_AFTER = 3
 SAID_WHY_WITHIN = 60.0
 """Seconds to wait for the error of a worker after it ended while starting."""
 
+_MOST_AT_ONCE = 64
+"""Messages that are handled before others of the event loop go on."""
+
 OnProgress = Callable[[str, float, str], None]
 """Called with (worker, fraction loaded, what is being loaded)."""
 
@@ -272,8 +275,19 @@ class Supervisor:
         socket.send(encode(message))
 
     async def _read(self, inbox: zmq.asyncio.Socket) -> None:
+        """Handle messages as they come. Those that wait are read without a future for each, which takes longer than
+        handling most of them."""
+        waiting: zmq.Socket[bytes] = zmq.Socket.shadow(inbox)
         while True:
             self.receive(decode_for_orchestrator(await inbox.recv()))
+            for _ in range(_MOST_AT_ONCE):
+                try:
+                    data = waiting.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                self.receive(decode_for_orchestrator(data))
+            else:
+                await asyncio.sleep(0)  # let clients and timers go on, however many messages come
 
     def receive(self, message: ToOrchestrator) -> None:
         """Handle a worker's message."""
