@@ -28,7 +28,7 @@ from segue.connectors.shm import CUDA_POOL_BYTES, MAX_BYTES, POOL_BYTES, THRESHO
 from segue.connectors.tcp import connector as tcp
 from segue.graph.deployment.deployment import Hardware, Limits
 from segue.graph.deployment.loader import load_plan
-from segue.graph.deployment.written import LIMIT_KEYS, MOVE_KEYS, TOP_KEYS, stage_keys
+from segue.graph.deployment.written import LIMIT_KEYS, MOVE_KEYS, SCALING_KEYS, TOP_KEYS, stage_keys
 from segue.graph.kinds.autoregressive import AUTOREGRESSIVE
 from segue.graph.kinds.module import MODULE
 from segue.graph.kinds.registry import kinds
@@ -195,18 +195,20 @@ def test_deployments_of_gpus_hold_the_published_weights(graph: StageGraph, place
 
 def test_every_key_of_a_deployment_is_documented() -> None:
     page = DOCS / "deployment.md"
+    titles = ("### Top level", "### A stage", "### An edge", "### A connector", "### Limits", "### Moves")
     listed = {
         title: [name for row in rows(page, title) for name in names(row[0])]
-        for title in ("### Top level", "### A stage", "### An edge", "### A connector", "### Limits", "### Moves")
+        for title in (*titles, "### Replicas by load")
     }
     assert sorted(listed["### Top level"]) == sorted(TOP_KEYS)
     of_stages = [*stage_keys(), "input_connectors", "output_connectors", "stage_id", "stage_name"]
     assert sorted(listed["### A stage"]) == sorted(of_stages)
     assert sorted(listed["### Limits"]) == sorted(LIMIT_KEYS)
     assert sorted(listed["### Moves"]) == sorted(MOVE_KEYS)
+    assert sorted(listed["### Replicas by load"]) == sorted(SCALING_KEYS)
     assert listed["### An edge"] == ["from", "to", "connector", "budget", "start", "wire"]
     assert listed["### A connector"][:2] == ["name", "extra"]
-    worked_out = {"name", "engine", "memory_bytes", "sequence_ring"}
+    worked_out = {"name", "engine", "memory_bytes", "sequence_ring", "scaling"}
     planned = {field.name for kind in kinds().values() for field in fields(kind.plan)}
     assert planned - worked_out <= set(of_stages)
 

@@ -35,3 +35,21 @@ def test_a_host_that_is_killed_costs_no_answer_and_its_node_comes_back(toy_dir: 
         running.wait(r"node away \(10\.77\.0\.2\) has joined", 2)
         running.wait(r"tone\.1-\d+ \(away\) is ready", 2)
         assert running.ask(*PROMPTS) == right
+
+
+def test_a_node_comes_while_requests_wait_and_is_given_back(toy_dir: Path, tmp_path: Path) -> None:
+    replicas = {"min": 1, "max": 2, "queue_age": 0.02, "idle": 3, "cooldown": 0.5}
+    counter = {"node": ["server", "away"], "replicas": replicas, "max_batch": 1, "threads": 1}
+    deployed = {**deployment(away=TALKERS), "stages": {"counter": counter}}
+    with system(2, toy_dir, deployed, tmp_path, ray=True) as one:
+        right = one.ask(*PROMPTS)
+        assert one.count("has joined") == 0, "nobody waits"
+        for times in (1, 2):
+            clients = one.asking(*PROMPTS, seconds=30, parallel=16)
+            one.wait(r"counter\.1-\d+ \(away\) is ready", times)
+            for answer in one.answers(clients):
+                assert answer["status"] == 200, (answer, one.all_logs())
+                assert (answer["text"], answer["audio"]) == right[answer["prompt"]]
+            one.wait("node away is given back to the Ray cluster", times)
+            assert one.ask(*PROMPTS) == right
+        assert one.count("node away is lost") == 0

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_system import Gate, System, assert_right, both, collect, kill
+from toy_system import Recorded, System, all_ready, assert_right, both, collect, held, kill
 
 from segue.graph.deployment.deployment import Hardware, MovePolicy
 from segue.graph.deployment.loader import load_plan
 from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import InvalidRequest, Overloaded, ShuttingDown, StageLost
-from segue.messages.wire import ToWorker
 from segue.orchestrator.omni import AsyncOmni
 from segue.orchestrator.workers.move_policy import Crew, decide
 from segue.orchestrator.workers.moves import Moves
-from segue.orchestrator.workers.replicas import Replica, Replicas
+from segue.orchestrator.workers.replicas import Replicas
 
 pytestmark = pytest.mark.usefixtures("toy_path")
 
@@ -71,32 +66,6 @@ def test_the_policy_never_takes_a_last_worker_and_helps_the_oldest_queue(
 def workers(omni: AsyncOmni) -> dict[str, int]:
     stages = omni.health().stages
     return {name: sum(one.state == "ready" for one in stages[name].replicas) for name in ("counter", "tone")}
-
-
-async def all_ready(omni: AsyncOmni) -> None:
-    while any(one.state != "ready" for one in omni.orchestrator.replicas.all):
-        await asyncio.sleep(0)
-
-
-@asynccontextmanager
-async def held(omni: AsyncOmni, directory: Path, stage: str) -> AsyncIterator[None]:
-    """Two requests that are held in a stage, each in a worker of its own; afterwards both are right."""
-    gates = []
-    for name in "xy":
-        (directory / name).mkdir()
-        gates.append(Gate(directory / name))
-    asked = [both(name, hold=gate.option(stage, 3)) for name, gate in zip("xy", gates, strict=True)]
-    tasks = [asyncio.create_task(collect(omni, prompt)) for prompt in asked]
-    ends = [await gate.reached() for gate in gates]
-    for gate in gates:
-        gate.remove()  # elsewhere they go on
-    yield
-    for end in ends:
-        os.close(end)
-    for task, name in zip(tasks, "xy", strict=True):
-        output = await task
-        assert_right(output, name)
-        assert output.metrics.attempts == 1, "a move is no loss"
 
 
 def test_a_worker_moves_under_load_and_nothing_is_lost(system: System, tmp_path: Path) -> None:
@@ -164,24 +133,6 @@ def test_what_cannot_move_is_refused_by_name(system: System) -> None:
             assert omni.health().ready
 
     system.run(body)
-
-
-@dataclass
-class Recorded:
-    """Processes that only note what is done to them."""
-
-    done: list[tuple[str, str]] = field(default_factory=list)
-
-    def send(self, address: str, message: ToWorker) -> None:
-        self.done.append(("send", type(message).__name__))
-
-    def spawn(self, replica: Replica) -> None:
-        replica.incarnation += 1
-        replica.state = "starting"
-        self.done.append(("spawn", replica.worker))
-
-    def kill(self, replica: Replica) -> None:
-        self.done.append(("kill", replica.worker))
 
 
 def idle_moves(shares: dict[str, float]) -> tuple[Moves, Replicas, Recorded]:

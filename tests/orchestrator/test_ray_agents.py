@@ -91,7 +91,7 @@ async def placement() -> AsyncIterator[Events]:
         listen,
         ["away"],
         Welcome(0, [], False),
-        agents=RayAgents(PLAN, listen),
+        agents=RayAgents(PLAN, listen, {"away"}),
         on_spawned=_nothing,
         on_exit=_nothing,
         on_node=lambda name: events.queue.put_nowait(f"{name} joined"),
@@ -148,4 +148,4 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     with pytest.raises(ConfigError, match=r"pip install 'segue\[ray\]'|set RAY_AUTH_TOKEN_PATH"):
-        RayAgents(PLAN, Listen(HERE, JOIN, TOKEN))
+        RayAgents(PLAN, Listen(HERE, JOIN, TOKEN), {"away"})

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import numpy as np
 import psutil
 
 from segue.messages.deltas import Delta
+from segue.messages.wire import ToWorker
 from segue.orchestrator.omni import AsyncOmni
 from segue.orchestrator.outputs import Collector, RequestOutput
 from segue.orchestrator.service import Health
+from segue.orchestrator.workers.replicas import Replica
 
 
 def expected_ids(text: str, count: int = 20) -> list[int]:
@@ -130,3 +133,57 @@ class Gate:
 
     def remove(self) -> None:
         os.unlink(self.path)
+
+
+async def all_ready(omni: AsyncOmni) -> None:
+    while any(one.state != "ready" for one in omni.orchestrator.replicas.all):
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def held(omni: AsyncOmni, directory: Path, stage: str) -> AsyncIterator[None]:
+    """Two requests that are held in a stage, each in a worker of its own; afterwards both are right."""
+    gates = []
+    for name in "xy":
+        (directory / name).mkdir()
+        gates.append(Gate(directory / name))
+    asked = [both(name, hold=gate.option(stage, 3)) for name, gate in zip("xy", gates, strict=True)]
+    tasks = [asyncio.create_task(collect(omni, prompt)) for prompt in asked]
+    ends = [await gate.reached() for gate in gates]
+    for gate in gates:
+        gate.remove()  # elsewhere they go on
+    yield
+    for end in ends:
+        os.close(end)
+    for task, name in zip(tasks, "xy", strict=True):
+        output = await task
+        assert_right(output, name)
+        assert output.metrics.attempts == 1, "it was planned, and is no loss"
+
+
+@dataclass
+class Recorded:
+    """Processes that only note what is done to them."""
+
+    done: list[tuple[str, str]] = field(default_factory=list)
+    away: frozenset[str] = frozenset()
+    """Nodes that have not joined."""
+
+    def has_node(self, node: str) -> bool:
+        return node not in self.away
+
+    def may_have(self, node: str) -> bool:
+        return self.has_node(node)
+
+    def update_nodes(self) -> None: ...
+
+    def send(self, address: str, message: ToWorker) -> None:
+        self.done.append(("send", type(message).__name__))
+
+    def spawn(self, replica: Replica) -> None:
+        replica.incarnation += 1
+        replica.state = "starting"
+        self.done.append(("spawn", replica.worker))
+
+    def kill(self, replica: Replica) -> None:
+        self.done.append(("kill", replica.worker))

@@ -74,13 +74,18 @@ def _placed(stage: StagePlan, group: Sequence[str]) -> list[str]:
     memory = f"{stage.memory_share:.1%}" if stage.memory_share else "-"
     return [
         _list(stage.devices),
-        str(stage.replicas),
+        _number(stage),
         memory,
         stage.dtype,
         str(stage.threads),
         str(stage.max_batch),
         _list(others),
     ]
+
+
+def _number(stage: StagePlan) -> str:
+    """Return how many replicas a stage has."""
+    return str(stage.replicas) if stage.scaling is None else f"{stage.scaling.least} to {stage.scaling.most}"
 
 
 def _edge_rows(what: Plan | StageGraph) -> list[list[str]]:
@@ -112,7 +117,7 @@ def _label(stage: Stage, what: Plan | StageGraph) -> str:
         parts.append(stage.library)
     if isinstance(what, Plan):
         plan = what.stages[stage.name]
-        parts.append(f"{plan.replicas} on {_list(plan.devices)}")
+        parts.append(f"{_number(plan)} on {_list(plan.devices)}")
     return "<br>".join(parts)
 
 

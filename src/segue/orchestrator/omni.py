@@ -182,6 +182,8 @@ class AsyncOmni:
                 "segue_requests_waiting": ("Of these, those that wait for a worker.", waiting),
                 "segue_worker_moves": ("Workers that move to another stage now.", moves.running),
                 "segue_worker_moves_total": ("Workers that have moved to another stage.", moves.count),
+                "segue_workers_added_total": ("Workers that were added to a stage by its load.", moves.added),
+                "segue_workers_removed_total": ("Workers that were removed from a stage by its load.", moves.removed),
             }
         ) + render_worker_stats(stage for stats in self.orchestrator.stats.values() for stage in stats.stages)
 

@@ -9,7 +9,7 @@ dies and which link is lost. `key` tells states apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -228,6 +228,11 @@ class Places:
 
     def spawn(self, spec: WorkerSpec, node: str) -> None:
         self.specs[spec.worker] = spec
+
+    def may_have(self, node: str) -> bool:
+        return True
+
+    def need(self, nodes: Set[str]) -> None: ...
 
     def kill(self, pid: int, node: str) -> None: ...
 

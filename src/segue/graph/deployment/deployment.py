@@ -8,7 +8,7 @@ text such as `64MiB` and `1GB`.
     stages:
       thinker:
         devices: [cuda:0]                 # auto, cpu, cuda:N, or a list; replicas take its entries round-robin
-        replicas: 1                       # by default one per device
+        replicas: 1                       # by default one per device; or {min: 1, max: 4, queue_age: 5}: by load
         node: server                      # the host it runs on, or a list for its replicas in turn (`segue join`)
         routing: [load, prefix]           # how requests choose a replica: load, prefix, session, most important first
         memory_share: 0.5                 # fraction of its device, per replica: weights, cache and activations together

@@ -168,6 +168,7 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
         threads=where.threads,
         routing=where.routing,
         node=where.nodes,
+        scaling=where.scaling,
         max_batch=section.integer("max_batch", kind.max_batch),
         load_format=section.choice("load_format", "auto", ("auto", "dummy")),
         options=section.mapping("options"),

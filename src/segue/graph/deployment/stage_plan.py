@@ -16,6 +16,20 @@ ROUTINGS = ("load", "prefix", "session")
 
 
 @dataclass(frozen=True, slots=True)
+class Scaling:
+    """The range in which a stage's number of workers follows its load."""
+
+    least: int
+    most: int
+    queue_age: float
+    """The objective: another worker starts when a request has waited in the queue for this many seconds."""
+    idle: float = 60.0
+    """A worker ends when one fewer would have been enough for this many seconds."""
+    cooldown: float = 10.0
+    """Seconds between two changes of this stage."""
+
+
+@dataclass(frozen=True, slots=True)
 class StagePlan:
     """One stage, resolved: only values that depend on its weights are still open."""
 
@@ -25,6 +39,7 @@ class StagePlan:
     devices: tuple[str, ...]
     """`cpu` or `cuda:N`; all of one kind."""
     replicas: int
+    """At the start."""
     memory_share: float
     """Fraction of its device's memory, per replica; 0 if the stage keeps nothing that must be sized."""
     memory_bytes: int
@@ -39,6 +54,8 @@ class StagePlan:
     fused stages."""
     node: tuple[str, ...] = (SERVER,)
     """The hosts that its replicas run on, in turn; equal for fused stages."""
+    scaling: Scaling | None = None
+    """None: the number of workers is fixed; equal for fused stages."""
     load_format: str = "auto"
     """`auto` or `dummy`."""
     options: dict[str, Any] = field(default_factory=dict)

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 from segue.graph.deployment.deployment import Hardware, Limits, MovePolicy
 from segue.graph.deployment.section import Section, as_mapping, wrong
-from segue.graph.deployment.stage_plan import CPU, ROUTINGS
+from segue.graph.deployment.stage_plan import CPU, ROUTINGS, Scaling
 from segue.graph.kinds.registry import kind_keys, kind_of, kinds, rank_keys
 from segue.graph.parts import is_built_in, member_of, own_name
 from segue.graph.stage_graph import StageGraph
@@ -32,6 +32,7 @@ TOP_KEYS = (
 )
 LIMIT_KEYS = tuple(field.name for field in fields(Limits))
 MOVE_KEYS = tuple(field.name for field in fields(MovePolicy))
+SCALING_KEYS = ("min", "max", "queue_age", "idle", "cooldown")
 _OF_EVERY_STAGE = (
     "devices",
     "replicas",
@@ -344,10 +345,13 @@ class Wish:
     ranks: int | None
     routing: tuple[str, ...] | None = None
     nodes: tuple[str, ...] | None = None
+    scaling: Scaling | None = None
+    """Set: `replicas` is its least number."""
 
     def shown(self) -> dict[str, str]:
         """Return the set fields as text."""
-        said = {"devices": ", ".join(self.devices or ()), "replicas": self.replicas, "threads": self.threads}
+        number = self.replicas if self.scaling is None else as_text(self.scaling)
+        said = {"devices": ", ".join(self.devices or ()), "replicas": number, "threads": self.threads}
         said["processes per replica"] = self.ranks
         said["routing"] = ", ".join(self.routing or ())
         said["node"] = ", ".join(self.nodes or ())
@@ -366,6 +370,7 @@ class Wish:
             self.ranks or other.ranks,
             self.routing or other.routing,
             self.nodes or other.nodes,
+            self.scaling or other.scaling,
         )
 
 
@@ -387,7 +392,33 @@ def wish_of(graph: StageGraph, name: str, section: Section, hardware: Hardware) 
     ranks = kind_of(stage.engine).ranks(graph.name, stage, section)
     threads = section.integer("threads", None, most=MOST_THREADS)
     routing = section.choices("routing", None, ROUTINGS)
-    return Wish(devices, section.integer("replicas", None), threads, ranks, routing, _nodes(section))
+    scaling = _scaling(section)
+    replicas = section.integer("replicas", None) if scaling is None else scaling.least
+    if scaling is not None and is_built_in(name):
+        path, value = section.find("replicas")
+        raise wrong(path, value, f"a number: the workers of the {own_name(name)} stage are always the same")
+    return Wish(devices, replicas, threads, ranks, routing, _nodes(section), scaling)
+
+
+def as_text(scaling: Scaling) -> str:
+    """Return a range of replicas as a deployment writes it."""
+    return "{" + ", ".join(f"{key}: {value:g}" for key, value in zip(SCALING_KEYS, astuple(scaling), strict=True)) + "}"
+
+
+def _scaling(section: Section) -> Scaling | None:
+    """Read a range of replicas; None: `replicas` is a number, or not set."""
+    path, value = section.find("replicas")
+    if not isinstance(value, Mapping):
+        return None
+    said = Section(path, value, SCALING_KEYS)
+    for key in ("max", "queue_age"):
+        if said.values.get(key) is None:
+            raise ConfigError(f"{path} has no {key!r}; a range needs max and queue_age", field=said.at(key))
+    least = said.integer("min", 1)
+    most = said.integer("max", 1, least=least)
+    age, default = said.number("queue_age", 0.0), Scaling(1, 1, 1.0)
+    idle, cooldown = said.number("idle", default.idle), said.number("cooldown", default.cooldown)
+    return Scaling(least, most, age, idle, cooldown)
 
 
 def said_of_ranks(group: tuple[str, ...], sections: Mapping[str, Section]) -> tuple[str, str]:

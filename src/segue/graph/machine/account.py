@@ -49,6 +49,8 @@ def _worker(plan: Plan, group: tuple[str, ...]) -> str:
     size = sum(stage.memory_bytes for stage in stages)
     memory = f"{share:.1%} of its memory" + (f" = {_size(size)}" if size else "")
     replicas = f" x {first.replicas} replicas" if first.replicas > 1 else ""
+    if first.scaling is not None:
+        replicas = f" x {first.scaling.least} to {first.scaling.most} replicas"
     return (
         f"{' + '.join(group)}: on {', '.join(first.devices)} ({said.get('devices', auto)}), "
         f"{dtypes} ({said.get('dtype', f'default on {kind}')}), "

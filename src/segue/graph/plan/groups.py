@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from segue.graph.deployment.section import Section, wrong
+from segue.graph.deployment.stage_plan import Scaling
 from segue.graph.deployment.written import Wish, joined_wish, said_of_ranks
 from segue.graph.parts import member_of
 from segue.graph.stage_graph import StageGraph
@@ -26,6 +27,12 @@ class Place:
     """Processes of each replica; `memory_bytes` is for one of them."""
     routing: tuple[str, ...] = ("load",)
     nodes: tuple[str, ...] = (SERVER,)
+    scaling: Scaling | None = None
+
+    @property
+    def most(self) -> int:
+        """The most replicas that there may be."""
+        return self.replicas if self.scaling is None else self.scaling.most
 
 
 def groups_of(

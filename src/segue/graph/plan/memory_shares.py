@@ -24,19 +24,22 @@ _SMALLEST_SHARE = 0.005
 def share_memory(
     places: Mapping[str, Place], sections: Mapping[str, Section], weights: Mapping[str, int], hardware: Hardware
 ) -> dict[str, Place]:
-    """Give every place its memory share: the file's, else a part of the remainder, by weight.
+    """Give every place its memory share: the file's, else a part of the remainder, by weight. Where the number of
+    replicas follows the load, those of the start must fit with the file's shares, and all with shares given here.
 
     The input and output stages size nothing by their shares, so they get none by default.
     """
     said = {name: sections[name].number("memory_share", None, most=1.0) for name in places}
     fair: dict[str, list[float]] = {name: [] for name in places}
     for device in dict.fromkeys(device for one in places.values() for device in one.devices):
-        here = {name: _replicas_on(one, device) for name, one in places.items() if device in one.devices}
+        here = {name: _replicas_on(one, device, one.replicas) for name, one in places.items() if device in one.devices}
         explicit = sum(share * count for name, count in here.items() if (share := said[name]) is not None)
         if explicit > 1.0 + 1e-9:
             _over(device, here, said, sections)
         silent = {
-            name: weights[name] * count for name, count in here.items() if said[name] is None and not is_built_in(name)
+            name: weights[name] * _replicas_on(places[name], device, places[name].most)
+            for name in here
+            if said[name] is None and not is_built_in(name)
         }
         pool = min(_CPU_POOL if device == CPU else _POOL, max(_POOL - explicit, (1.0 - explicit) / 2))
         for name in silent:
@@ -61,9 +64,10 @@ def share_memory(
     return shared
 
 
-def _replicas_on(one: Place, device: str) -> int:
-    """Return how many memory shares of a stage a device holds: on a CPU, the ranks of a replica divide one share."""
-    processes = one.replicas if device == CPU else one.replicas * one.ranks
+def _replicas_on(one: Place, device: str, replicas: int) -> int:
+    """Return how many memory shares of so many replicas of a stage a device holds: on a CPU, the ranks of a replica
+    divide one share."""
+    processes = replicas if device == CPU else replicas * one.ranks
     return sum(one.devices[process % len(one.devices)] == device for process in range(processes))
 
 

@@ -47,7 +47,9 @@ def place(
         group: _replicas(group, joined[group], devices[group], sections, inputs if _decodes(graph, group) else 1)
         for group in groups
     }
-    threads = _threads(joined, devices, replicas, weights, hardware, _light(graph, groups))
+    scalings = {group: wish.scaling for group, wish in joined.items()}
+    most = {group: count if (scaling := scalings[group]) is None else scaling.most for group, count in replicas.items()}
+    threads = _threads(joined, devices, most, weights, hardware, _light(graph, groups))
     places = {
         name: Place(
             devices[group],
@@ -58,6 +60,7 @@ def place(
             joined[group].ranks or 1,
             joined[group].routing or (("load",) if only_reads(group) else _ROUTING),
             joined[group].nodes or (SERVER,),
+            joined[group].scaling,
         )
         for group in groups
         for name in group
@@ -115,12 +118,13 @@ def _replicas(
     group: tuple[str, ...], wish: Wish, devices: tuple[str, ...], sections: Mapping[str, Section], default: int
 ) -> int:
     least = max(1, len(devices) // (wish.ranks or 1), len(wish.nodes or ()))
-    if wish.replicas is not None and wish.replicas < least:
+    most = wish.replicas if wish.scaling is None else wish.scaling.most
+    if most is not None and most < least:
         path = path_of("replicas", group, sections)
         of_each = f", {wish.ranks} for each" if wish.ranks else ""
         nodes = f" and of its nodes ({', '.join(wish.nodes)})" if wish.nodes else ""
         right = f"at least {least}, the number of its devices ({', '.join(devices)}{of_each}){nodes}"
-        raise wrong(path, wish.replicas, right)
+        raise wrong(path if wish.scaling is None else f"{path}.max", most, right)
     return wish.replicas or max(least, default)
 
 

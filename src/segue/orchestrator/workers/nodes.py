@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import msgspec
@@ -147,6 +147,20 @@ class NodePlacement:
         found = self._nodes.get(node)
         return None if found is None else found.host
 
+    def may_have(self, node: str) -> bool:
+        """Whether a node is there, or Ray may start it."""
+        return self.host(node) is not None or self._agents is not None
+
+    def need(self, nodes: Set[str]) -> None:
+        """Have Ray start the nodes that are needed, and give back the others, which have no workers."""
+        if self._agents is None:
+            return
+        for node in [node for node in self._nodes.values() if node.name not in nodes]:
+            del self._nodes[node.name]
+            self._send(node.agent, Fenced())
+            log.info("node %s is given back to the Ray cluster", node.name)
+        self._agents.need(nodes)
+
     def spawn(self, spec: WorkerSpec, node: str) -> None:
         if node == SERVER:
             self._local.spawn(spec, node)
@@ -241,6 +255,9 @@ class NodePlacement:
                 f"the deployment has no node {message.node!r}{nearest(message.node, self._expected)}; it has {known}"
             )
             self._send(agent, Refused(reason, final=True))
+            return
+        if self._agents is not None and message.node not in self._agents.needed:
+            self._send(agent, Refused(f"no worker needs node {message.node!r} now", final=False))
             return
         old = self._nodes.get(message.node)
         if old is not None and old.agent != agent:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -60,6 +60,12 @@ class Placement(Protocol):
 
     def host(self, node: str) -> Host | None:
         """Return where workers of a node live; None while it has not joined."""
+
+    def may_have(self, node: str) -> bool:
+        """Whether a node is there, or comes if it is needed."""
+
+    def need(self, nodes: Set[str]) -> None:
+        """Say which nodes have workers, or wait for some; others may be given back."""
 
     def spawn(self, spec: WorkerSpec, node: str) -> None:
         """Start a worker; `on_spawned` and later `on_exit` are called for it."""
@@ -172,6 +178,13 @@ class LocalPlacement:
     def host(self, node: str) -> Host | None:
         """Every stage runs here."""
         return Host(self.runtime_dir)
+
+    def may_have(self, node: str) -> bool:
+        """This host is there."""
+        return True
+
+    def need(self, nodes: Set[str]) -> None:
+        """This host stays."""
 
     def spawn(self, spec: WorkerSpec, node: str) -> None:
         self._send(Spawn(spec))

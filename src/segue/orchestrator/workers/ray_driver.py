@@ -1,8 +1,9 @@
 """The process that keeps agents in a Ray cluster: `python -m segue.orchestrator.workers.ray_driver`.
 
-It reads what `RayAgents` writes, one line of JSON, reserves a host for each node, has an actor there run its agent, and
-ends when its input ends, or Ray does. Ray starts an actor that dies again, on the same host or on another one that has
-what the node needs. No payload goes through Ray.
+It reads what `RayAgents` writes, lines of JSON: first its order, then, whenever they change, the nodes that are needed
+for now. It reserves a host for each node, has an actor there run its agent, and ends when its input ends, or Ray does.
+Ray starts an actor that dies again, on the same host or on another one that has what the node needs. No payload goes
+through Ray.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from segue.observe.logging import configure_logging
@@ -35,6 +36,88 @@ class RayAgent:
         await Agent(host, port, token, node, address=None, models={} if model is None else {"": model}).run()
 
 
+class Input:
+    """What the server says, read by a thread."""
+
+    def __init__(self) -> None:
+        self.order: dict[str, Any] = json.loads(sys.stdin.readline())
+        self.wanted: list[str] = []
+        """The nodes that are needed for now."""
+        self.over = threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in sys.stdin:
+            self.wanted = json.loads(line)
+        self.over.set()
+
+
+class Nodes:
+    """The nodes in the cluster."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._listen: list[Any] = order["listen"]
+        self._plans: dict[str, dict[str, Any]] = order["plan"]["nodes"]
+        self._always: list[str] = order["always"]
+        self._groups: list[PlacementGroup] = []
+        self._more: dict[str, PlacementGroup] = {}
+        """Of the nodes that are needed for now."""
+        self._runs: dict[str, Any] = {}
+        """Node → the result of its agent, which comes if it fails."""
+
+    def start(self, given: Input) -> None:
+        """Start the nodes that are there all the time, each on a host of its own."""
+        if not self._always:
+            return
+        bundles = [bundle(self._plans[name]) for name in self._always]
+        group = placement_group(bundles, strategy="STRICT_SPREAD")
+        self._groups.append(group)
+        due = time.monotonic() + _PATIENCE
+        while not given.over.is_set() and not group.wait(1):
+            if time.monotonic() > due:
+                due += _PATIENCE
+                missing = dict(zip(self._always, bundles, strict=True))
+                log.warning("Ray has no hosts yet, a different one for each of %s", missing)
+        for index, name in enumerate(self._always):
+            self._run(name, group, index)
+
+    def _run(self, name: str, group: PlacementGroup, index: int) -> None:
+        node = self._plans[name]
+        actor = ray.remote(RayAgent).options(
+            max_restarts=-1,
+            max_task_retries=-1,
+            num_cpus=node["num_cpus"],
+            num_gpus=node["num_gpus"],
+            resources={key: amount for key, amount in bundle(node).items() if key not in ("CPU", "GPU")},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
+        )
+        self._runs[name] = actor.remote().run.remote(*self._listen, name, node["model"])
+
+    def change(self, wanted: list[str]) -> None:
+        """Ask for the nodes that are needed for now, and give back those that were."""
+        for name in [name for name in self._more if name not in wanted]:
+            log.info("giving back node %s", name)
+            del self._runs[name]
+            remove_placement_group(self._more.pop(name))  # and with it the actor
+        for name in [name for name in wanted if name not in self._more]:
+            log.info("asking Ray for node %s", name)
+            group = self._more[name] = placement_group([bundle(self._plans[name])], strategy="STRICT_PACK")
+            self._run(name, group, 0)  # waits for the host
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass; raises what ended an agent."""
+        if not self._runs:
+            time.sleep(seconds)
+            return
+        ended, _ = ray.wait(list(self._runs.values()), timeout=seconds)
+        if ended:
+            ray.get(ended[0])
+
+    def end(self) -> None:
+        for group in (*self._groups, *self._more.values()):
+            remove_placement_group(group)  # and with it the actors
+
+
 def bundle(node: dict[str, Any]) -> dict[str, float]:
     """Return what is reserved for a node (a `RayNode` as a dict), by Ray's names."""
     found = {"CPU": node["num_cpus"], "GPU": node["num_gpus"], **node["resources"]}
@@ -45,46 +128,17 @@ def bundle(node: dict[str, Any]) -> dict[str, float]:
 
 def main() -> None:
     configure_logging("info", as_json=False)
-    order = json.loads(sys.stdin.readline())
-    over = threading.Event()
-    threading.Thread(target=_wait_for_the_end, args=(over,), daemon=True).start()
-    plan, (host, port, token) = order["plan"], order["listen"]
-    ray.init(address=plan["address"], namespace="segue", configure_logging=False)
-    bundles = {name: bundle(node) for name, node in plan["nodes"].items()}
-    group = placement_group(list(bundles.values()), strategy="STRICT_SPREAD")
+    given = Input()
+    ray.init(address=given.order["plan"]["address"], namespace="segue", configure_logging=False)
+    nodes = Nodes(given.order)
     try:
-        due = time.monotonic() + _PATIENCE
-        while not over.is_set() and not group.wait(1):
-            if time.monotonic() > due:
-                due += _PATIENCE
-                log.warning("Ray has no hosts yet, a different one for each of %s", bundles)
-        if not over.is_set():
-            runs = [
-                ray.remote(RayAgent)
-                .options(
-                    max_restarts=-1,
-                    max_task_retries=-1,
-                    num_cpus=node["num_cpus"],
-                    num_gpus=node["num_gpus"],
-                    resources={key: amount for key, amount in bundles[name].items() if key not in ("CPU", "GPU")},
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
-                )
-                .remote()
-                .run.remote(host, port, token, name, node["model"])
-                for index, (name, node) in enumerate(plan["nodes"].items())
-            ]
-            while not over.is_set():
-                ended, _ = ray.wait(runs, timeout=1.0)
-                if ended:
-                    ray.get(ended[0])  # raises what ended it
+        nodes.start(given)
+        while not given.over.is_set():
+            nodes.change(given.wanted)
+            nodes.wait(1.0)
     finally:
-        remove_placement_group(group)  # and with it the actors
+        nodes.end()
         ray.shutdown()
-
-
-def _wait_for_the_end(over: threading.Event) -> None:
-    sys.stdin.read()
-    over.set()
 
 
 if __name__ == "__main__":

@@ -118,9 +118,8 @@ class Replicas:
         taken = {replica.index for replica in self.of_group(group)}
         return next(index for index in range(len(taken) + 1) if index not in taken)
 
-    def add(self, group: tuple[str, ...]) -> Replica:
-        """Add a worker to a group, to be started."""
-        index = self.free_index(group)
+    def add(self, group: tuple[str, ...], index: int) -> Replica:
+        """Add a worker to a group, to be started. `index`: one that none of the group has."""
         node = self._plans[group[0]].node_of(index)
         replica = Replica(group, index, node, self._incarnations.get((group, index), 0))
         self.all.append(replica)

@@ -187,7 +187,7 @@ class Supervisor:
             listen,
             self._plan.nodes(),
             Welcome(0, preload, gpus),
-            agents=None if self._plan.ray is None else RayAgents(self._plan.ray, listen),
+            agents=None if self._plan.ray is None else RayAgents(self._plan.ray, listen, self._nodes()),
             on_spawned=self._on_spawned,
             on_exit=self._on_exit,
             on_node=self._on_node,
@@ -214,6 +214,7 @@ class Supervisor:
                 self._placement.no_kernels,
             )
         await self._started
+        self.moves.start()
 
     async def _open(self) -> None:
         """Start the fork server, bind the inbox, spawn every replica."""
@@ -324,8 +325,8 @@ class Supervisor:
         replica.address = ""  # nobody writes to it before it is ready
         mine = set(replica.group)
         source = self._sources[member_of(replica.group[0])]
-        # with a policy, others may come
-        workers = len(self.replicas.of_group(replica.group)) + (self._plan.moves is not None)
+        more = self._plan.moves is not None or self._plan.stages[replica.group[0]].scaling is not None  # may come
+        workers = len(self.replicas.of_group(replica.group)) + more
         edges = [edge for edge in self._plan.edges if edge.source in mine or edge.target in mine]
         self._placement.spawn(
             WorkerSpec(
@@ -428,7 +429,7 @@ class Supervisor:
                 return
         self._bury(replica)
         if self.moves.exited(replica):
-            pass  # its process serves another stage
+            pass  # it was to end
         elif replica.failures >= GIVE_UP_AFTER:
             replica.state = "failed"
             self.moves.failed(replica)
@@ -456,6 +457,21 @@ class Supervisor:
             self.moves.failed(replica)
         for stage in dict.fromkeys(replica.group[-1] for replica in lost):
             self._owner.worker_lost(stage)
+
+    def has_node(self, node: str) -> bool:
+        """Whether workers can be started on a node now."""
+        return self._placement.host(node) is not None
+
+    def may_have(self, node: str) -> bool:
+        """Whether workers can be started on a node, now or when it has been brought for them."""
+        return self._placement.may_have(node)
+
+    def update_nodes(self) -> None:
+        """Have the nodes brought that workers need, and those given back that have none."""
+        self._placement.need(self._nodes())
+
+    def _nodes(self) -> set[str]:
+        return {replica.node for replica in self.replicas.all}
 
     def kill(self, replica: Replica) -> None:
         """SIGKILL a worker that runs."""
