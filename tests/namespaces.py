@@ -42,6 +42,21 @@ def mend(host: Host) -> None:
     ip("-n", host.switch, "link", "set", host.port, "up")
 
 
+def connected_ports(host: Host, other: Host, process: int) -> set[int]:
+    """Return the ports of another host that a process of a host has connections to which it has made itself."""
+
+    def addresses(*words: str) -> list[list[str]]:
+        done = subprocess.run(
+            ["ip", "netns", "exec", host.name, "ss", "-Htnp", *words], capture_output=True, text=True, check=True
+        )
+        return [line.split() for line in done.stdout.splitlines() if f"pid={process}," in line]
+
+    listening = {words[2].rpartition(":")[2] for words in addresses("state", "listening")}
+    made = (words[2:4] for words in addresses("state", "established"))
+    ends = [[end.rpartition(":")[::2] for end in pair] for pair in made]
+    return {int(there[1]) for here, there in ends if here[1] not in listening and there[0] == other.address}
+
+
 @contextmanager
 def parted(*hosts: Host) -> Iterator[None]:
     """Let these hosts reach all others, but not each other: the bridge drops their frames."""
@@ -52,6 +67,19 @@ def parted(*hosts: Host) -> Iterator[None]:
     finally:
         for host in hosts:
             ip("-n", host.switch, "link", "set", host.port, "type", "bridge_slave", "isolated", "off")
+
+
+@contextmanager
+def dropped(host: Host, other: Host, ports: set[int]) -> Iterator[None]:
+    """Drop, in silence, what one host sends to these ports of another one."""
+    rules = [["to", other.address, "ipproto", "tcp", "dport", str(port), "blackhole"] for port in ports]
+    for rule in rules:
+        ip("-n", host.name, "rule", "add", *rule)
+    try:
+        yield
+    finally:
+        for rule in rules:
+            ip("-n", host.name, "rule", "del", *rule)
 
 
 @contextmanager

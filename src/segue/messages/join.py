@@ -84,6 +84,9 @@ class Order(msgspec.Struct, tag=True):
 
 class Beat(msgspec.Struct, tag=True):
     generation: int
+    sent: int
+    """Messages that the sender has sent in this generation: `Order`, or `NodeReady` and `News`. A receiver that got
+    fewer knows that some were lost with a connection, and ends the generation."""
 
 
 class Leave(msgspec.Struct, tag=True):

@@ -333,7 +333,7 @@ class Worker:
             self.tell((Reachable if reachable else Unreachable)(self.name, address))
         elif not reachable:
             # reports may be lost, and with them the end of a request: a new incarnation starts from the journal
-            log.error("the connection to the server was lost; this worker ends, to be started again")
+            log.error("the connection to the server, or a message, was lost; this worker ends, to be started again")
             self.running = False
 
     def on_return(self, message: Return) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from segue.orchestrator.workers.hangs import HangWatch
 from segue.orchestrator.workers.replicas import Replica
-from segue.orchestrator.workers.supervisor import HangWatch
 
 LIMIT = 4.0
 

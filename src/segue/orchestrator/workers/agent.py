@@ -59,6 +59,8 @@ class Agent:
         self._address = address
         self._models = models
         self._generation = 0
+        self._sent = self._received = 0
+        """Messages of this generation that its beats count, in either direction."""
         self._heard = 0.0
         self._over: asyncio.Event = asyncio.Event()
         """Set when this generation is over."""
@@ -88,6 +90,7 @@ class Agent:
             if welcome is None:
                 return self._why
             self._generation, self._heard = welcome.generation, time.monotonic()
+            self._sent = self._received = 0
             tasks = [asyncio.create_task(self._read(sock)), asyncio.create_task(self._beat())]
             await self._start(welcome)
             await self._over.wait()
@@ -158,7 +161,10 @@ class Agent:
                 match message:
                     case Fenced():
                         self._end("the server ended this node's generation")
+                    case Beat() if message.generation == self._generation and message.sent != self._received:
+                        self._end("messages of the server were lost with the connection")
                     case Order() if message.generation == self._generation and self._placement is not None:
+                        self._received += 1
                         order = message.order
                         if isinstance(order, Spawn):
                             spec = order.spec
@@ -178,7 +184,7 @@ class Agent:
             if now - self._heard >= LOST_SECONDS:
                 self._end(f"the server has given no sign of life for {LOST_SECONDS:g} s")
                 return
-            self._tell(Beat(self._generation))
+            self._tell(Beat(self._generation, self._sent))
             await asyncio.sleep(BEAT_SECONDS)
 
     def _end(self, why: str) -> None:
@@ -187,6 +193,7 @@ class Agent:
 
     def _tell(self, message: ToServer) -> None:
         if self._socket is not None:
+            self._sent += isinstance(message, NodeReady | News)
             self._socket.send(encode(message))  # done at once: its queue has no bound
 
 

@@ -1,7 +1,7 @@
 """Place workers on this host and on hosts that have joined (`segue join`).
 
-A node is lost when its agent leaves, or gives no sign of life for `LOST_SECONDS`. What comes from it after that is of
-an old generation and is answered with `Fenced`.
+A node is lost when its agent leaves, gives no sign of life for `LOST_SECONDS`, or has sent messages that did not
+arrive. What comes from it after that is of an old generation and is answered with `Fenced`.
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ class _Node:
     """time.monotonic() of its last sign of life."""
     host: Host | None = None
     """Set once workers can be spawned there."""
+    sent: int = 0
+    """Orders of this generation."""
+    received: int = 0
+    """What has come of `NodeReady` and `News` of this generation."""
 
 
 class NodePlacement:
@@ -199,6 +203,7 @@ class NodePlacement:
 
     def _order(self, node: str, order: Spawn | Kill) -> None:
         if found := self._nodes.get(node):  # else it is lost, and its workers with it
+            found.sent += 1
             self._send(found.agent, Order(found.generation, order))
 
     def _send(self, agent: bytes, message: ToAgent) -> None:
@@ -222,6 +227,7 @@ class NodePlacement:
                 self._send(agent, Fenced())
                 continue
             node.heard = time.monotonic()
+            node.received += isinstance(message, NodeReady | News)
             match message:
                 case NodeReady():
                     node.host = Host(
@@ -237,8 +243,8 @@ class NodePlacement:
                     self._on_exit(exited.worker, exited.how)
                 case Leave():
                     self._lose(node, "it has left")
-                case Beat():
-                    pass
+                case Beat() if message.sent != node.received:
+                    self._lose(node, "messages of it were lost with its connection")
 
     def _join(self, agent: bytes, message: Join) -> None:
         ours = version_of_segue()
@@ -280,7 +286,7 @@ class NodePlacement:
                 if now - node.heard >= LOST_SECONDS:
                     self._lose(node, f"it has given no sign of life for {LOST_SECONDS:g} s")
                 else:
-                    self._send(node.agent, Beat(node.generation))
+                    self._send(node.agent, Beat(node.generation, node.sent))
             await asyncio.sleep(BEAT_SECONDS)
 
     def _lose(self, node: _Node, why: str) -> None:

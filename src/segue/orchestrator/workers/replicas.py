@@ -44,6 +44,8 @@ class Replica:
     """Number of successive deaths before it was ready."""
     buried: bool = False
     """This incarnation is dead, and the next one is not spawned yet; what it still says does not count."""
+    cut_off: bool = False
+    """Messages between it and the server were lost: it is being killed, and what it still says does not count."""
     slot: str = field(init=False)
     """The name of the slot."""
 
@@ -58,14 +60,14 @@ class Replica:
     @property
     def alive(self) -> bool:
         """Whether its process serves requests: the ready ones, and those that only finish what they have."""
-        return self.state == "ready" or self.leaving
+        return (self.state == "ready" or self.leaving) and not self.cut_off
 
     def clear(self) -> None:
         """Forget all that this incarnation had: it is dead."""
         self.requests.clear()
         self.working.clear()
         self.reading.clear()
-        self.leaving = False
+        self.leaving = self.cut_off = False
         self.prefixes = PrefixMemory()
         self.chosen = 0
 

@@ -1,17 +1,14 @@
 """The supervisor starts a plan's workers, kills those that hang and replaces those that die.
 
 It knows of requests only which worker has some. When a worker dies, it notifies its owner, which recovers the requests;
-both read the state of the replicas (`segue.orchestrator.workers.replicas`).
-
-`HangWatch` finds hanging workers: a worker with requests must answer pings within a limit."""
+both read the state of the replicas (`segue.orchestrator.workers.replicas`)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -22,9 +19,10 @@ from segue.graph.deployment.deployment import Plan
 from segue.graph.deployment.stage_plan import CPU
 from segue.graph.kinds.registry import kind_of, shares_weights
 from segue.graph.parts import is_built_in, member_of
-from segue.messages.addresses import SERVER, Network, endpoint, joined, port_of, protect
+from segue.messages.addresses import SERVER, Network, joined, port_of, protect
+from segue.messages.connection import InOrder
 from segue.messages.errors import ConfigError, SegueError, ShuttingDown, StageLost
-from segue.messages.join import Listen, Welcome
+from segue.messages.join import BEAT_SECONDS, Listen, Welcome
 from segue.messages.process import ModelSource, WorkerSpec
 from segue.messages.wire import (
     AdapterLoaded,
@@ -40,52 +38,14 @@ from segue.messages.wire import (
     decode_for_orchestrator,
     encode,
 )
+from segue.orchestrator.workers.hangs import HangWatch
 from segue.orchestrator.workers.lora_adapters import Adapters
 from segue.orchestrator.workers.moves import Moves
 from segue.orchestrator.workers.nodes import NodePlacement
+from segue.orchestrator.workers.outgoing import Outgoing
 from segue.orchestrator.workers.placement import LocalPlacement, Placement
 from segue.orchestrator.workers.ray_agents import RayAgents
 from segue.orchestrator.workers.replicas import Replica, Replicas
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """The result of one check for hanging workers."""
-
-    ask: list[Replica] = field(default_factory=list)
-    """Workers to ping."""
-    kill: list[Replica] = field(default_factory=list)
-
-
-class HangWatch:
-    """Checks for hanging workers every `interval` seconds; the caller supplies the clock."""
-
-    def __init__(self, limit: float, now: float) -> None:
-        """`limit`: seconds within which a worker must answer."""
-        self.limit = limit
-        self.interval = limit / 4
-        self._due = now
-
-    def look(self, replicas: Sequence[Replica], now: float) -> Seen:
-        """Find the replicas to ping and to kill. `Replica.pinged` records a ping until its answer is received."""
-        # this call is late if something blocked the event loop (a caller's own code, or a machine that slept), during
-        # which no answer could be received
-        deaf = max(0.0, now - self._due)
-        self._due = now + self.interval
-        seen = Seen()
-        for replica in replicas:
-            if not replica.alive:
-                continue
-            if replica.pinged is None:
-                if replica.requests:
-                    replica.pinged = now
-                    seen.ask.append(replica)
-                continue
-            replica.pinged += deaf
-            if now - replica.pinged >= self.limit and replica.pid is not None:
-                seen.kill.append(replica)
-        return seen
-
 
 log = logging.getLogger(__name__)
 
@@ -147,10 +107,13 @@ class Supervisor:
         """Set while stopping: a worker that dies now is not replaced."""
         self._placement = self.make_placement(preload, listen)
         self._context: zmq.Context[Any] | None = None  # None until started
-        self._out: dict[str, zmq.Socket[bytes]] = {}
+        self._out: Outgoing | None = None
+        self._received: dict[str, InOrder] = {}
+        """Worker on another host → the messages of this incarnation."""
         self._inbox: zmq.asyncio.Socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._watch: asyncio.TimerHandle | None = None
+        self._look: asyncio.TimerHandle | None = None
         self._started: asyncio.Future[None] | None = None
         self._local = self._remote = self._address = ""
         """The inbox's endpoints, and its address."""
@@ -225,6 +188,7 @@ class Supervisor:
         host = self._placement.host(SERVER)
         assert host is not None, "this host is always there"
         self._network = host.network
+        self._out = Outgoing(self._context, self._network)
         if self._network is not None:
             protect(self._inbox, self._network.public, self._network.secret, listens=True)
             self._inbox.bind(f"tcp://{self._network.host}:*")
@@ -234,6 +198,8 @@ class Supervisor:
         for replica in self.replicas.all:
             self.spawn(replica)
         self._watch_over(HangWatch(self._plan.limits.hang_seconds, time.monotonic()))
+        if self._network is not None:
+            self._watch_links()
 
     def _listen_here(self) -> None:
         """Bind the inbox in the placement's directory."""
@@ -247,8 +213,8 @@ class Supervisor:
         self.stopping = True
         self.adapters.close(ShuttingDown("the server is shutting down"))
         self.moves.stop()
-        if self._watch is not None:
-            self._watch.cancel()
+        for timer in filter(None, (self._watch, self._look)):
+            timer.cancel()
         for replica in self.replicas.all:
             if replica.alive:
                 self.send(replica.address, Shutdown())
@@ -264,31 +230,36 @@ class Supervisor:
     # ── sockets ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def send(self, address: str, message: ToWorker) -> None:
-        socket = self._out.get(address)
-        if socket is None:
-            assert self._context is not None, "there are workers only after the start"
-            socket = self._context.socket(zmq.PUSH)
-            socket.set_hwm(0)
-            if self._network is not None:
-                protect(socket, self._network.public, self._network.secret, listens=False)
-            socket.connect(endpoint(address, SERVER))
-            self._out[address] = socket
-        socket.send(encode(message))
+        assert self._out is not None, "there are workers only after the start"
+        self._out.send(address, encode(message))
 
     async def _read(self, inbox: zmq.asyncio.Socket) -> None:
         """Handle messages as they come. Those that wait are read without a future for each, which takes longer than
         handling most of them."""
         waiting: zmq.Socket[bytes] = zmq.Socket.shadow(inbox)
         while True:
-            self.receive(decode_for_orchestrator(await inbox.recv()))
+            self._arrived(await inbox.recv_multipart())
             for _ in range(_MOST_AT_ONCE):
                 try:
-                    data = waiting.recv(zmq.NOBLOCK)
+                    parts = waiting.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
                     break
-                self.receive(decode_for_orchestrator(data))
+                self._arrived(parts)
             else:
                 await asyncio.sleep(0)  # let clients and timers go on, however many messages come
+
+    def _arrived(self, parts: list[bytes]) -> None:
+        *head, data = parts
+        if not head or self._follows(*head):
+            self.receive(decode_for_orchestrator(data))
+
+    def _follows(self, number: bytes, name: bytes) -> bool:
+        """Whether a message of a worker on another host follows its last one; if not, the worker is cut off."""
+        worker = name.decode()
+        if self._received.setdefault(worker, InOrder()).follows(number):
+            return True
+        self._cut_off(worker)
+        return False
 
     def receive(self, message: ToOrchestrator) -> None:
         """Handle a worker's message."""
@@ -307,9 +278,10 @@ class Supervisor:
                 self._owner.receive(message)
 
     def _close_sockets(self) -> None:
-        for socket in [*self._out.values(), *filter(None, [self._inbox])]:
-            socket.close(linger=0)
-        self._out.clear()
+        if self._out is not None:
+            self._out.close()
+        if self._inbox is not None:
+            self._inbox.close(linger=0)
 
     # ── starting ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -319,6 +291,8 @@ class Supervisor:
         if host is None:
             replica.state, replica.pid, replica.what = "failed", None, f"waiting for node {replica.node!r}"
             return
+        current = {other.worker for other in self.replicas.all}  # the one that died included: its last words may come
+        self._received = {worker: numbers for worker, numbers in self._received.items() if worker in current}
         replica.incarnation, replica.buried = replica.incarnation + 1, False
         replica.state = "starting" if replica.incarnation == 1 else "restarting"
         replica.pid, replica.loading, replica.what, replica.pinged = None, 0.0, "forking", None
@@ -404,6 +378,27 @@ class Supervisor:
             self._placement.kill(replica.pid, replica.node)
         self._watch = self._loop.call_later(hangs.interval, self._watch_over, hangs)
 
+    def _watch_links(self) -> None:
+        """Cut off the workers on other hosts to which a connection was lost."""
+        assert self._out is not None, "made by `_open`"
+        for address in self._out.lost():
+            if (replica := self.replicas.by_address(address)) is not None:
+                self._cut_off(replica.worker)
+        self._look = self._loop.call_later(BEAT_SECONDS, self._watch_links)
+
+    def _cut_off(self, worker: str) -> None:
+        """Kill a worker whose connection to the server was lost, and messages with it; its requests go on elsewhere at
+        once. If its host cannot be reached either, the host is lost soon."""
+        replica = self.replicas.by_worker(worker)
+        if replica is None or replica.cut_off or replica.pid is None:
+            return
+        planned, was_alive = replica.leaving, replica.alive
+        replica.state, replica.cut_off = "restarting", True
+        log.error("the connection to worker %s (%s) was lost, or messages with it: killing it", worker, replica.node)
+        self.kill(replica)
+        if was_alive:
+            self._owner.worker_lost(replica.group[-1], planned=planned)
+
     def _on_stats(self, message: Stats) -> None:
         if replica := self.replicas.by_worker(message.worker):
             self.stats[message.worker] = message
@@ -416,7 +411,7 @@ class Supervisor:
         replica = self.replicas.by_worker(worker)
         if replica is None or self.stopping:
             return
-        was_ready = replica.alive
+        was_ready = replica.alive or replica.cut_off
         moving = replica.leaving
         log.log(logging.INFO if moving else logging.WARNING, "worker %s (pid %s) ended: %s", worker, replica.pid, how)
         if not was_ready:
@@ -485,8 +480,8 @@ class Supervisor:
         replica.clear()
         self.stats.pop(dead, None)
         self.adapters.lost(dead)
-        if socket := self._out.pop(address, None):
-            socket.close(linger=0)
+        if self._out is not None:
+            self._out.forget(address)
         for other in self.replicas.all if address else ():
             if other.alive:
                 self.send(other.address, PeerLost(dead, address))

@@ -1,7 +1,8 @@
 """A worker's ZeroMQ sockets: one inbox for all senders, and one push socket per address it writes to.
 
 A connection to another host may be lost, and the messages that were on their way with it; a new one is then made. So
-connections to other hosts are watched, and `changes` says which were lost and which are back.
+connections to other hosts are watched, and `changes` says which were lost and which are back. What goes to and comes
+from the server is numbered as well (`segue.messages.connection`).
 """
 
 from __future__ import annotations
@@ -9,51 +10,26 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from segue.messages.addresses import SILENCE_SECONDS, Network, endpoint, joined, node_of, port_of, protect
-
-
-@dataclass(slots=True)
-class _Link:
-    """The connection to a peer on another host."""
-
-    events: zmq.Socket[bytes]
-    """What happens to it, from libzmq."""
-    connecting: float | None
-    """time.monotonic() since which it is being made; None: it is there."""
-    lost: bool = False
-    """Reported as lost."""
-
-    def happened(self, event: int) -> bool | None:
-        """Record an event. Returns whether the peer is reachable, if that is news."""
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.connecting = None
-            back, self.lost = self.lost, False
-            return True if back else None
-        if event == zmq.EVENT_DISCONNECTED and self.connecting is None:
-            self.connecting, self.lost = time.monotonic(), True
-            return False
-        return None
-
-    def overdue(self) -> bool:
-        """Whether it could not be made for `SILENCE_SECONDS`, and this is not reported."""
-        if self.lost or self.connecting is None or time.monotonic() - self.connecting < SILENCE_SECONDS:
-            return False
-        self.lost = True
-        return True
+from segue.messages.addresses import Network, endpoint, joined, node_of, port_of, protect
+from segue.messages.connection import InOrder, Link, Numbers
 
 
 class Peers:
     """Sends and receives messages. Sends never block (edge budgets bound them); a dead peer costs only its socket."""
 
-    def __init__(self, inbox: str, network: Network | None = None) -> None:
-        """`inbox`: the endpoint on this host. `network`: set if others are on other hosts."""
+    def __init__(self, inbox: str, network: Network | None = None, *, server: str = "", name: str = "") -> None:
+        """`inbox`: the endpoint on this host. `network`: set if others are on other hosts. `server`: the server's
+        address. `name`: this worker's, by which the server knows it."""
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # two per peer; by default 1,023
+        self._server = server
+        self._name = name.encode()
+        self._to_server = Numbers()
+        self._from_server = InOrder()
+        self._told_missed = False
         self._network = network
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.set_hwm(0)
@@ -64,7 +40,7 @@ class Peers:
             self.address = joined(network, inbox, f"tcp://{network.host}:{port_of(self._inbox)}")
         self._inbox.bind(inbox)
         self._out: dict[str, zmq.Socket[bytes]] = {}
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, Link] = {}
         """Address → the connection to it, if it is on another host."""
         self._poller = zmq.Poller()
         """Of the inbox and the events of all links."""
@@ -78,15 +54,17 @@ class Peers:
         socket = self._out.get(address)
         if socket is None:
             socket = self._out[address] = self._open(address)
-        socket.send(data)
+        if address == self._server and address in self._links:
+            socket.send_multipart([self._to_server.next(), self._name, data])
+        else:
+            socket.send(data)
 
     def _open(self, address: str) -> zmq.Socket[bytes]:
         if node_of(address) == self.node:
             return self._push(endpoint(address, self.node))
         socket = self._unconnected()
-        events = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._links[address] = _Link(events, time.monotonic())
-        self._poller.register(events, zmq.POLLIN)
+        link = self._links[address] = Link(socket)
+        self._poller.register(link.events, zmq.POLLIN)
         socket.connect(endpoint(address, self.node))
         return socket
 
@@ -100,45 +78,47 @@ class Peers:
         self._dead.add(address)
         socket = self._out.pop(address, None)
         if socket is not None:
-            self._unwatch(address, socket)
+            self._unwatch(address)
             socket.close(linger=0)
 
-    def _unwatch(self, address: str, socket: zmq.Socket[bytes]) -> None:
+    def _unwatch(self, address: str) -> None:
         if link := self._links.pop(address, None):
             self._poller.unregister(link.events)
-            socket.disable_monitor()
-            link.events.close(linger=0)
+            link.close()
 
     def changes(self) -> list[tuple[str, bool]]:
         """Return (address, reachable) of the peers on other hosts to which a connection was lost, or that could not be
-        reached for `SILENCE_SECONDS` (false), and of those that were lost and can be reached again (true), in order."""
-        found: list[tuple[str, bool]] = []
-        for address, link in self._links.items():
-            while link.events.poll(0):
-                if (news := link.happened(recv_monitor_message(link.events)["event"])) is not None:
-                    found.append((address, news))
-            if link.overdue():
-                found.append((address, False))
+        reached for `SILENCE_SECONDS` (false), and of those that were lost and can be reached again (true), in order.
+        The server is one of them, also if only a message of it was lost."""
+        found = [(address, news) for address, link in self._links.items() for news in link.news()]
+        if self._from_server.missed and not self._told_missed:
+            self._told_missed = True
+            found.append((self._server, False))
         return found
 
     def _wait(self) -> None:
         """Return when there is a message, a link has changed, or one may be overdue."""
-        starts = [link.connecting for link in self._links.values() if not link.lost and link.connecting is not None]
-        left = min(starts) + SILENCE_SECONDS - time.monotonic() if starts else None
+        dues = [due for link in self._links.values() if (due := link.due()) is not None]
+        left = min(dues) - time.monotonic() if dues else None
         self._poller.poll(None if left is None else max(0, math.ceil(1000 * left)))
 
     def receive(self, *, wait: bool) -> Iterator[bytes]:
         """Yield all received messages; with `wait`, wait for at least one, for `wake`, or for `changes`."""
         if wait and self._links:
             self._wait()
-        elif wait and (data := self._inbox.recv()):
+        elif wait and (data := self._taken(self._inbox.recv_multipart())):
             yield data
         while True:
             try:
-                if data := self._inbox.recv(zmq.NOBLOCK):
+                if data := self._taken(self._inbox.recv_multipart(zmq.NOBLOCK)):
                     yield data
             except zmq.Again:
                 return
+
+    def _taken(self, frames: list[bytes]) -> bytes:
+        """Return a message; nothing in place of one of the server that does not follow the last."""
+        *number, data = frames
+        return data if not number or self._from_server.follows(number[0]) else b""
 
     def wake(self) -> None:
         """End a waiting `receive`. Any thread may call it: sockets belong to one thread, so it uses its own."""
@@ -165,7 +145,7 @@ class Peers:
     def close(self, patience: float = 1.0) -> None:
         """Flush sent messages, waiting at most `patience` seconds for peers that may be gone."""
         for address, socket in self._out.items():
-            self._unwatch(address, socket)
+            self._unwatch(address)
             socket.close(linger=round(1000 * patience))
         self._out.clear()
         self._inbox.close(linger=0)

@@ -34,7 +34,7 @@ def run(spec: WorkerSpec, weights: Mapping[str, int]) -> None:
         configure_logging(level, as_json=as_json, worker=spec.worker)
     ranks = fork_ranks(spec)
     home = fork_home(spec)
-    peers = Peers(spec.inbox, spec.network)
+    peers = Peers(spec.inbox, spec.network, server=spec.orchestrator, name=spec.worker)
     try:
         try:
             host = Host(peers.wake, home)
