@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from segue.graph.deployment.deployment import Hardware
 from segue.messages.addresses import port_of, protect
 from segue.messages.errors import ConfigError
 from segue.messages.join import Join, Listen, Refused, Welcome, encode, schema_hash, to_agent, to_server, wire_version
@@ -27,7 +29,12 @@ def free_port() -> int:
         return sock.bind_to_random_port("tcp://127.0.0.1")
 
 
-def placement(port: int) -> NodePlacement:
+def no_gpu(node: str, hardware: Hardware) -> None:
+    if not hardware.gpus:
+        raise ConfigError(f"stage 'talker' is on cuda:0 of node {node!r}, which has no GPU")
+
+
+def placement(port: int, check: Callable[[str, Hardware], object] = lambda node, hardware: None) -> NodePlacement:
     def nothing(*told: object) -> None:
         pass
 
@@ -37,6 +44,7 @@ def placement(port: int) -> NodePlacement:
         Listen("127.0.0.1", port, TOKEN),
         ["node1"],
         Welcome(0, [], False),
+        check=check,
         on_spawned=nothing,
         on_exit=nothing,
         on_node=nothing,
@@ -81,6 +89,27 @@ def test_a_server_refuses_nodes_with_other_messages() -> None:
     assert same.wire == wire_version()
 
 
+@pytest.mark.slow
+def test_a_server_refuses_a_node_whose_hardware_lacks_what_a_stage_needs() -> None:
+    join = {"type": "Join", "node": "node1", "version": version_of_segue(), "wire": wire_version()}
+    hardware = {"cpus": 2, "memory_bytes": 1 << 30, "gpus": [], "gpu_names": [], "gpu_notes": []}
+
+    async def body() -> list[Any]:
+        port = free_port()
+        server = placement(port, no_gpu)
+        await server.start()
+        try:
+            return await answers(
+                port, {**join, "hardware": hardware}, {**join, "hardware": {**hardware, "gpus": [1 << 30]}}
+            )
+        finally:
+            await server.close()
+
+    refused, welcome = asyncio.run(body())
+    assert refused == Refused("stage 'talker' is on cuda:0 of node 'node1', which has no GPU", final=True)
+    assert isinstance(welcome, Welcome)
+
+
 @pytest.mark.parametrize("wire", ["", "0123456789abcdef"])
 def test_a_node_leaves_a_server_with_other_messages(wire: str) -> None:
     async def body() -> Join:
@@ -102,7 +131,10 @@ def test_a_node_leaves_a_server_with_other_messages(wire: str) -> None:
             sock.close(linger=0)
             context.term()
 
-    assert asyncio.run(body()) == Join("node1", version_of_segue(), wire_version())
+    said = asyncio.run(body())
+    assert said.hardware is not None
+    assert said.hardware.cpus > 0
+    assert said == Join("node1", version_of_segue(), wire_version(), said.hardware)
 
 
 class Inner(msgspec.Struct):

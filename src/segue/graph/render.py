@@ -24,6 +24,10 @@ def as_text(what: Plan | StageGraph) -> str:
         head += ["devices", "replicas", "memory", "dtype", "threads", "batch", "worker with"]
         for row, name in zip(rows, order, strict=True):
             row += _placed(what.stages[name], what.group_of(name))
+        if what.nodes():
+            head.append("node")
+            for row, name in zip(rows, order, strict=True):
+                row.append(", ".join(what.stages[name].node))
     if any(graph.stages[name].library for name in order):
         head.append("runs of a library")
         for row, name in zip(rows, order, strict=True):

@@ -28,12 +28,25 @@ LOST_SECONDS = 10.0
 PORT = 8900
 
 
+class NodeHardware(msgspec.Struct):
+    """What a node has, within its cgroups; memory in bytes."""
+
+    cpus: int
+    memory_bytes: int
+    gpus: list[int]
+    """Memory of each; 0: unknown until a worker runs there."""
+    gpu_names: list[str]
+    gpu_notes: list[str]
+
+
 class Join(msgspec.Struct, tag=True):
     node: str
     version: str
     """Of Segue; both sides must have the same."""
     wire: str = ""
     """The node's `wire_version`; both sides must have the same."""
+    hardware: NodeHardware | None = None
+    """None: the node is older than that."""
 
 
 class Welcome(msgspec.Struct, tag=True):

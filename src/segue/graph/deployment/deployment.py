@@ -49,6 +49,7 @@ text such as `64MiB` and `1GB`.
              hang_seconds: 600}
     moves: {queue_age: 5, cooldown: 60}   # seconds a request waits before its stage gets a worker; off without the key
     placement: join                       # or ray: Ray starts the nodes, instead of `segue join` on each; then with
+    # nodes: {second: {cpus: 16, memory: 64GiB, gpus: [24GiB]}}   # what a host has that is not there yet
     # ray: {address: auto, nodes: {second: {num_gpus: 1, accelerator_type: H100}}}   # also num_cpus, resources, model
 
 Of these, diffusion stages have `scheduling` (fcfs or priority), `compile`, `quantization` and `attention` (auto,
@@ -109,6 +110,18 @@ class Hardware:
     gpu_names: tuple[str, ...] = ()
     gpu_notes: tuple[str, ...] = ()
     """Restrictions on the use of GPUs, and reasons why GPUs of the machine cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The hardware of every host."""
+
+    server: Hardware
+    nodes: Mapping[str, Hardware] = field(default_factory=dict)
+    """Of the nodes that the deployment describes. The others are taken to be like the server until they join."""
+
+    def of(self, node: str) -> Hardware:
+        return self.nodes.get(node, self.server)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,15 +241,18 @@ class Plan:
     """The stages of each worker, in topological order; most groups have one."""
     limits: Limits
     hardware: Hardware
+    """Of the server's host."""
     moves: MovePolicy | None = None
     """None: workers move only on command."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts and replies are token ids."""
     ray: RayPlan | None = None
     """None: the nodes join by themselves."""
+    hosts: Mapping[str, Hardware] = field(default_factory=dict)
+    """The nodes that the deployment describes."""
     said: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Stage → key (devices, dtype, memory_share) → path of the deployment's or caller's setting. Missing keys were
-    chosen automatically."""
+    """Stage → key (devices, dtype, memory_share, threads) → path of the deployment's or caller's setting. Missing keys
+    were chosen automatically."""
 
     def group_of(self, stage: str) -> tuple[str, ...]:
         """Return the stages that share a worker with `stage`, including `stage`."""

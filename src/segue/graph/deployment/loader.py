@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from segue.graph.deployment.deployment import Hardware, Limits, MovePolicy, Plan
+from segue.graph.deployment.deployment import Hardware, Hosts, Limits, MovePolicy, Plan
 from segue.graph.deployment.ray_cluster import ray_plan
 from segue.graph.deployment.section import Section, wrong
 from segue.graph.deployment.stage_plan import CPU, StagePlan
@@ -22,7 +22,7 @@ from segue.graph.plan.groups import Place
 from segue.graph.plan.placement import place
 from segue.graph.plan.wiring import define, plan_edges
 from segue.graph.stage_graph import Stage, StageGraph
-from segue.messages.errors import ConfigError
+from segue.messages.errors import ConfigError, nearest
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -47,7 +47,7 @@ def load_plan(
     written = read(graph, values, overrides or {})
     connectors = define(written.connectors)
     machine = hardware or detect_hardware()
-    groups, places = place(graph, written.stages, machine, connectors, written.wires)
+    groups, places = place(graph, written.stages, Hosts(machine, written.hosts), connectors, written.wires)
     stages = {name: _stage(graph.stages[name], written, places[name]) for name in graph.topological()}
     _check_unused(graph, written.defaults)
     if any(stage.scheduling == "priority" for stage in stages.values()):
@@ -64,8 +64,13 @@ def load_plan(
         hardware=machine,
         moves=_moves(written.moves),
         skip_tokenizer_init=skip_tokenizer_init or written.skip_tokenizer_init,
+        hosts=written.hosts,
         said={name: _said(written.stages[name]) for name in graph.topological()},
     )
+    for name in written.hosts:
+        if name not in made.nodes():
+            hint = nearest(name, made.nodes())
+            raise ConfigError(f"nodes has {name!r}, which is the node of no stage{hint}", field=f"nodes.{name}")
     return made if written.ray is None else replace(made, ray=ray_plan(written.ray, made.nodes()))
 
 
@@ -79,8 +84,8 @@ def _moves(section: Section | None) -> MovePolicy | None:
 
 
 def _said(section: Section) -> dict[str, str]:
-    """Return key → path of the settings that decide on devices, dtype and memory."""
-    found = {key: section.find(key) for key in ("devices", "dtype", "memory_share")}
+    """Return key → path of the settings that decide on devices, dtype, memory and threads."""
+    found = {key: section.find(key) for key in ("devices", "dtype", "memory_share", "threads")}
     return {key: path for key, (path, value) in found.items() if value not in (None, "auto")}
 
 

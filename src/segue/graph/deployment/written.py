@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
-from segue.graph.deployment.deployment import Hardware, Limits, MovePolicy
-from segue.graph.deployment.section import Section, as_mapping, wrong
+from segue.graph.deployment.deployment import Hardware, Hosts, Limits, MovePolicy
+from segue.graph.deployment.section import Section, as_mapping, size_of, wrong
 from segue.graph.deployment.stage_plan import CPU, ROUTINGS, Scaling
 from segue.graph.kinds.registry import kind_keys, kind_of, kinds, rank_keys
 from segue.graph.parts import is_built_in, member_of, own_name
@@ -26,12 +26,14 @@ TOP_KEYS = (
     "runtime",
     "limits",
     "moves",
+    "nodes",
     "placement",
     "ray",
     "skip_tokenizer_init",
 )
 LIMIT_KEYS = tuple(field.name for field in fields(Limits))
 MOVE_KEYS = tuple(field.name for field in fields(MovePolicy))
+HOST_KEYS = ("cpus", "memory", "gpus")
 SCALING_KEYS = ("min", "max", "queue_age", "idle", "cooldown")
 _OF_EVERY_STAGE = (
     "devices",
@@ -110,6 +112,8 @@ class Written:
     skip_tokenizer_init: bool
     ray: Section | None
     """None: `placement` is not ray."""
+    hosts: dict[str, Hardware]
+    """The nodes that it describes."""
 
 
 def stage_keys() -> tuple[str, ...]:
@@ -140,7 +144,23 @@ def read(graph: StageGraph, values: object, overrides: Mapping[str, Any]) -> Wri
     _, policy = top.find("moves")
     moves = None if policy is None else Section("moves", policy, MOVE_KEYS)
     skips = top.flag("skip_tokenizer_init", False)
-    return Written(stages, wires, dict(_connectors(top)), limits, moves, below, skips, _ray(top))
+    return Written(stages, wires, dict(_connectors(top)), limits, moves, below, skips, _ray(top), dict(_hosts(top)))
+
+
+def _hosts(top: Section) -> Iterator[tuple[str, Hardware]]:
+    """Yield what the file says of the hardware of other hosts."""
+    for name, entry in top.mapping("nodes").items():
+        section = Section(f"nodes.{name}", entry, HOST_KEYS)
+        if name == SERVER:
+            raise ConfigError(f"{section.path}: the host that `segue serve` runs on is looked at; leave it out")
+        cpus, memory = section.integer("cpus", None), section.size("memory", None)
+        if cpus is None or memory is None:
+            raise ConfigError(f"{section.path} needs cpus and memory", field=section.path)
+        sizes = [size_of(size) if isinstance(size, str) else size for _, size in section.entries("gpus")]
+        if not all(type(size) is int and size > 0 for size in sizes):
+            right = "a list of the GPUs' memory, such as [24GiB, 24GiB]"
+            raise wrong(section.at("gpus"), section.values["gpus"], right)
+        yield name, Hardware(cpus, memory, tuple(size for size in sizes if size))
 
 
 def _ray(top: Section) -> Section | None:
@@ -381,8 +401,8 @@ def joined_wish(group: Sequence[str], wishes: Mapping[str, Wish]) -> Wish:
     return wish
 
 
-def wish_of(graph: StageGraph, name: str, section: Section, hardware: Hardware) -> Wish:
-    devices = _devices(section, hardware)
+def wish_of(graph: StageGraph, name: str, section: Section, hosts: Hosts) -> Wish:
+    devices = _devices(section, hosts)
     if is_built_in(name):
         if devices not in (None, (CPU,)):
             right = f"cpu: the {own_name(name)} stage runs on the CPU"
@@ -446,22 +466,34 @@ def _nodes(section: Section) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def _devices(section: Section, hardware: Hardware) -> tuple[str, ...] | None:
+def _devices(section: Section, hosts: Hosts) -> tuple[str, ...] | None:
     path, value = section.find("devices")
     if value is None or value == "auto":
         return None
-    known = (CPU, *(f"cuda:{number}" for number in range(len(hardware.gpus))))
     devices = value if isinstance(value, list) else [value]
     right = "'auto', 'cpu', 'cuda:N', or a list of devices of one kind"
     if not devices or not all(isinstance(device, str) for device in devices):
         raise wrong(path, value, right)
-    for device in devices:
-        if device not in known:
-            has = f"{len(hardware.gpus)} GPUs" if hardware.gpus else "no GPU"
-            where = f"this machine has {has}"
-            if hardware.gpu_notes:
-                where = f"this process can use {has} ({'; '.join(hardware.gpu_notes)})"
-            raise ConfigError(f"{path} names {device!r}, but {where}{nearest(device, known)}", field=path)
+    for node in _nodes(section) or (SERVER,):
+        for device in devices:
+            _check_device(path, device, node, hosts)
     if len(set(devices)) < len(devices) or (CPU in devices and len(devices) > 1):
         raise wrong(path, value, f"{right}, each once")
     return tuple(devices)
+
+
+def _check_device(path: str, device: str, node: str, hosts: Hosts) -> None:
+    """Raise `ConfigError` for a device that a host does not have."""
+    hardware = hosts.of(node)
+    known = (CPU, *(f"cuda:{number}" for number in range(len(hardware.gpus))))
+    if device in known:
+        return
+    has = f"{len(hardware.gpus)} GPUs" if hardware.gpus else "no GPU"
+    where = f"this machine has {has}"
+    if node in hosts.nodes:
+        where = f"node {node!r} has {has} (nodes.{node})"
+    elif node != SERVER:
+        where = f"this machine has {has}, and nodes does not say that node {node!r} has more"
+    elif hardware.gpu_notes:
+        where = f"this process can use {has} ({'; '.join(hardware.gpu_notes)})"
+    raise ConfigError(f"{path} names {device!r}, but {where}{nearest(device, known)}", field=path)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from segue.graph.deployment.deployment import Hardware, Plan
 from segue.graph.deployment.stage_plan import CPU
 from segue.graph.parts import is_built_in
+from segue.messages.addresses import SERVER
 
 GiB = 1 << 30
 
 
 def account(plan: Plan) -> list[str]:
-    """Return one line about the machine, then one about each worker."""
+    """Return one line about the machine and about each described node, then one about each worker."""
     workers = [group for group in plan.groups if not all(map(is_built_in, group))]
-    return [_found(plan.hardware), *(_worker(plan, group) for group in workers)]
+    nodes = [f"node {name} is to have {described(hardware)}" for name, hardware in plan.hosts.items()]
+    return [f"found {described(plan.hardware)}", *nodes, *(_worker(plan, group) for group in workers)]
 
 
 def cautions(plan: Plan) -> list[str]:
@@ -24,7 +26,8 @@ def cautions(plan: Plan) -> list[str]:
     return [f"{note}{then}" for note in plan.hardware.gpu_notes]
 
 
-def _found(hardware: Hardware) -> str:
+def described(hardware: Hardware) -> str:
+    """Return the cores, memory and GPUs of a host as text."""
     names = [*hardware.gpu_names, *["a GPU"] * (len(hardware.gpus) - len(hardware.gpu_names))]
     gpus = [
         f"cuda:{number} {name} ({_size(size) if size else 'memory not known yet'})"
@@ -32,7 +35,7 @@ def _found(hardware: Hardware) -> str:
     ]
     cores = f"{hardware.cpus} CPU core{'s' if hardware.cpus != 1 else ''}"
     unusable = "no GPU that can be used" if hardware.gpu_notes else "no GPU"
-    return f"found {cores}, {_size(hardware.memory_bytes)} of memory; {', '.join(gpus) or unusable}"
+    return f"{cores}, {_size(hardware.memory_bytes)} of memory; {', '.join(gpus) or unusable}"
 
 
 def _worker(plan: Plan, group: tuple[str, ...]) -> str:
@@ -43,6 +46,7 @@ def _worker(plan: Plan, group: tuple[str, ...]) -> str:
     first = stages[0]
     gpu = first.devices != (CPU,)
     auto = "the least loaded GPU" if gpu else "no GPU can be used" if plan.hardware.gpu_notes else "no GPU"
+    where = "" if first.node == (SERVER,) else f" of {', '.join(first.node)}"
     kind = "a GPU" if gpu else "a CPU"
     dtypes = ", ".join(dict.fromkeys(stage.dtype for stage in stages))
     share = sum(stage.memory_share for stage in stages)
@@ -52,7 +56,7 @@ def _worker(plan: Plan, group: tuple[str, ...]) -> str:
     if first.scaling is not None:
         replicas = f" x {first.scaling.least} to {first.scaling.most} replicas"
     return (
-        f"{' + '.join(group)}: on {', '.join(first.devices)} ({said.get('devices', auto)}), "
+        f"{' + '.join(group)}: on {', '.join(first.devices)}{where} ({said.get('devices', auto)}), "
         f"{dtypes} ({said.get('dtype', f'default on {kind}')}), "
         f"{memory} ({said.get('memory_share', 'its share by kind of stage')}){replicas}"
     )

@@ -1,5 +1,5 @@
 """Place stages: which share a worker (`groups`), on which devices (`placement`), with which share of their memory
 (`memory_shares`), and which connector serves each edge (`wiring`).
 
-Doors: `groups`, `placement`, `wiring`.
+Doors: `groups`, `memory_shares`, `placement`, `wiring`.
 """

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 
-from segue.graph.deployment.deployment import Hardware
+from segue.graph.deployment.deployment import Hardware, Hosts
 from segue.graph.deployment.section import Section, wrong
 from segue.graph.deployment.stage_plan import CPU
 from segue.graph.deployment.written import Wire, Wish, joined_wish, path_of, said_of_ranks, wish_of
@@ -13,7 +16,7 @@ from segue.graph.parts import is_built_in, only_reads
 from segue.graph.plan.groups import Place, check_alone, groups_of
 from segue.graph.plan.memory_shares import share_memory
 from segue.graph.plan.wiring import Connectors
-from segue.graph.stage_graph import Stage, StageGraph
+from segue.graph.stage_graph import StageGraph
 from segue.messages.addresses import SERVER
 from segue.messages.errors import ConfigError
 
@@ -29,27 +32,35 @@ _ROUTING = ("load", "prefix")
 def place(
     graph: StageGraph,
     sections: Mapping[str, Section],
-    hardware: Hardware,
+    hosts: Hosts,
     connectors: Connectors,
     wires: Sequence[Wire],
 ) -> tuple[tuple[tuple[str, ...], ...], dict[str, Place]]:
     """Return (groups of stages that share a worker, place of every stage)."""
-    wishes = {name: wish_of(graph, name, sections[name], hardware) for name in graph.topological()}
+    wishes = {name: wish_of(graph, name, sections[name], hosts) for name in graph.topological()}
     apart = {(wire.source, wire.target) for wire in wires if connectors.kind_of(wire) not in (None, "inproc")}
     groups = groups_of(graph, sections, wishes, apart)
     joined = {group: joined_wish(group, wishes) for group in groups}
-    weights = {name: _weight(graph.stages[name], graph.main) for name in wishes}
+    weights = weights_of(graph)
     for group in groups:
         check_alone(group, joined[group], sections)
-    devices = _spread(joined, weights, hardware, sections)
-    inputs = min(_MOST_INPUTS, hardware.cpus + 1)
-    replicas = {
-        group: _replicas(group, joined[group], devices[group], sections, inputs if _decodes(graph, group) else 1)
-        for group in groups
-    }
+    nodes = {group: wish.nodes or (SERVER,) for group, wish in joined.items()}
+    devices = _spread(joined, nodes, weights, hosts, sections)
+    replicas = {}
+    for group in groups:
+        inputs = min(_MOST_INPUTS, hosts.of(nodes[group][0]).cpus + 1) if _decodes(graph, group) else 1
+        replicas[group] = _replicas(group, joined[group], devices[group], sections, inputs)
     scalings = {group: wish.scaling for group, wish in joined.items()}
     most = {group: count if (scaling := scalings[group]) is None else scaling.most for group, count in replicas.items()}
-    threads = _threads(joined, devices, most, weights, hardware, _light(graph, groups))
+    threads: dict[tuple[str, ...], int] = {}
+    for node in dict.fromkeys(node for some in nodes.values() for node in some):
+        here = [
+            Worker(group, joined[group].threads, devices[group], count)
+            for group in groups
+            if (count := sum(nodes[group][index % len(nodes[group])] == node for index in range(most[group])))
+        ]
+        for group, number in share_threads(graph, here, hosts.of(node)).items():
+            threads[group] = min(number, threads.get(group, number))
     places = {
         name: Place(
             devices[group],
@@ -59,13 +70,13 @@ def place(
             0,
             joined[group].ranks or 1,
             joined[group].routing or (("load",) if only_reads(group) else _ROUTING),
-            joined[group].nodes or (SERVER,),
+            nodes[group],
             joined[group].scaling,
         )
         for group in groups
         for name in group
     }
-    return groups, share_memory(places, sections, weights, hardware)
+    return groups, share_memory(places, sections, weights, hosts)
 
 
 def _decodes(graph: StageGraph, group: tuple[str, ...]) -> bool:
@@ -73,35 +84,40 @@ def _decodes(graph: StageGraph, group: tuple[str, ...]) -> bool:
     return only_reads(group) and bool(graph.takes_with(group[0]) - {"text"})
 
 
-def _weight(stage: Stage, main: str) -> int:
-    """Estimate a stage's need of resources relative to other stages; the graph knows no sizes."""
-    kind = kind_of(stage.engine)
-    return kind.weight_of_main if stage.name == main else kind.weight
+def weights_of(graph: StageGraph) -> dict[str, int]:
+    """Estimate the stages' need of resources relative to one another; the graph knows no sizes."""
+    kinds = {name: kind_of(graph.stages[name].engine) for name in graph.topological()}
+    return {name: kind.weight_of_main if name == graph.main else kind.weight for name, kind in kinds.items()}
 
 
 def _spread(
     joined: Mapping[tuple[str, ...], Wish],
+    nodes: Mapping[tuple[str, ...], tuple[str, ...]],
     weights: Mapping[str, int],
-    hardware: Hardware,
+    hosts: Hosts,
     sections: Mapping[str, Section],
 ) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Return the devices of every group: the file's, else the least loaded GPU (one per rank), in topological
-    order."""
-    load = dict.fromkeys((f"cuda:{number}" for number in range(len(hardware.gpus))), 0)
+    """Return the devices of every group: the file's, else the least loaded GPU (one per rank) that all its hosts have,
+    in topological order."""
+    load: Counter[tuple[str, str]] = Counter()
+    """By node and device."""
+
+    def add(group: tuple[str, ...], devices: Sequence[str]) -> None:
+        for where in product(nodes[group], devices):
+            load[where] += sum(weights[name] for name in group)
+
     for group, wish in joined.items():
-        for device in wish.devices or ():
-            if device != CPU:
-                load[device] += sum(weights[name] for name in group)
+        add(group, wish.devices or ())
     devices = {}
     for group, wish in joined.items():
         ranks = wish.ranks or 1
+        gpus = [f"cuda:{number}" for number in range(min(len(hosts.of(node).gpus) for node in nodes[group]))]
         if wish.devices is not None:
             devices[group] = wish.devices
-        elif load:
-            lightest = sorted(sorted(load, key=load.__getitem__)[:ranks])
-            for device in lightest:
-                load[device] += sum(weights[name] for name in group)
-            devices[group] = tuple(lightest)
+        elif gpus:
+            busiest = {device: max(load[node, device] for node in nodes[group]) for device in gpus}
+            devices[group] = tuple(sorted(sorted(gpus, key=busiest.__getitem__)[:ranks]))
+            add(group, devices[group])
         else:
             devices[group] = (CPU,)
         if CPU not in devices[group] and len(devices[group]) % ranks:
@@ -141,31 +157,34 @@ def _light(graph: StageGraph, groups: Collection[tuple[str, ...]]) -> set[tuple[
     return {group for group in groups if all(map(is_built_in, group)) and not _decodes(graph, group)}
 
 
-def _threads(
-    joined: Mapping[tuple[str, ...], Wish],
-    devices: Mapping[tuple[str, ...], tuple[str, ...]],
-    replicas: Mapping[tuple[str, ...], int],
-    weights: Mapping[str, int],
-    hardware: Hardware,
-    light: Collection[tuple[str, ...]],
-) -> dict[tuple[str, ...], int]:
-    """Return the CPU threads per worker: one each, then core by core to the worker with the fewest for its weight.
-    `light`: workers that have little to do, and share the cores of the others.
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """The equal workers of a group of stages on one host."""
+
+    group: tuple[str, ...]
+    threads: int | None
+    """None: an equal share of the cores."""
+    devices: tuple[str, ...]
+    count: int
+
+
+def share_threads(graph: StageGraph, workers: Sequence[Worker], hardware: Hardware) -> dict[tuple[str, ...], int]:
+    """Return the CPU threads per worker of one host: one each, then core by core to the worker with the fewest for its
+    weight. Workers that have little to do share the cores of the others.
 
     With more threads than cores, every operator waits for the slowest thread, so the sum exceeds the cores only if
     there are more workers than cores, or the file says so.
     """
-    said = {group: wish.threads for group, wish in joined.items() if wish.threads is not None}
-    threads = {group: said.get(group, 1) for group in joined}
+    weights, light = weights_of(graph), _light(graph, [worker.group for worker in workers])
+    threads = {worker.group: worker.threads or 1 for worker in workers}
+    sharing = [worker for worker in workers if worker.threads is None and worker.group not in light]
     weight = {
-        group: sum(weights[name] for name in group) if CPU in devices[group] else 1
-        for group in joined
-        if group not in said and group not in light
+        worker.group: sum(weights[name] for name in worker.group) if CPU in worker.devices else 1 for worker in sharing
     }
-    most = {group: hardware.cpus if CPU in devices[group] else _MOST_GPU_THREADS for group in weight}
+    most = {worker.group: hardware.cpus if CPU in worker.devices else _MOST_GPU_THREADS for worker in sharing}
     # replicas of input stages are for slow files, not for parallel work
-    counted = {group: 1 if only_reads(group) else count for group, count in replicas.items()}
-    left = hardware.cpus - sum(threads[group] * counted[group] for group in joined if group not in light)
+    counted = {worker.group: 1 if only_reads(worker.group) else worker.count for worker in workers}
+    left = hardware.cpus - sum(threads[group] * count for group, count in counted.items() if group not in light)
     while hungry := [group for group in weight if threads[group] < most[group] and counted[group] <= left]:
         group = max(hungry, key=lambda group: weight[group] / threads[group])
         threads[group] += 1

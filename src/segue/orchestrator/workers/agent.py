@@ -17,6 +17,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from segue.graph.machine.hardware import detect_hardware
 from segue.messages.addresses import protect
 from segue.messages.errors import ConfigError
 from segue.messages.join import (
@@ -28,6 +29,7 @@ from segue.messages.join import (
     Leave,
     News,
     NodeFailed,
+    NodeHardware,
     NodeReady,
     Order,
     Refused,
@@ -58,6 +60,8 @@ class Agent:
         self._node = node
         self._address = address
         self._models = models
+        self._hardware: NodeHardware | None = None
+        """Known once it runs."""
         self._generation = 0
         self._sent = self._received = 0
         """Messages of this generation that its beats count, in either direction."""
@@ -71,6 +75,8 @@ class Agent:
     async def run(self) -> None:
         """Be a node until cancelled; join again whenever a generation is over. Raises `ConfigError` if the server
         refuses for good."""
+        found = await asyncio.get_running_loop().run_in_executor(None, detect_hardware)  # which asks the GPUs' driver
+        self._hardware = msgspec.convert(msgspec.to_builtins(found), NodeHardware)
         while True:
             self._why = await self._be_a_node()
             log.warning("%s; joining again", self._why)
@@ -117,7 +123,7 @@ class Agent:
         where = f"{self._server[0]}:{self._server[1]}"
         said = ""
         while True:
-            self._tell(Join(self._node, version_of_segue(), wire_version()))
+            self._tell(Join(self._node, version_of_segue(), wire_version(), self._hardware))
             if not await sock.poll(round(1000 * LOST_SECONDS)):
                 self._end(f"no answer from {where}; is the server running with --listen, and is this its token?")
                 return None

@@ -18,6 +18,8 @@ import zmq
 import zmq.asyncio
 from zmq.utils import z85
 
+from segue.graph.deployment.deployment import Hardware
+from segue.graph.machine.account import described
 from segue.messages.addresses import SERVER, Network, protect
 from segue.messages.errors import ConfigError, nearest
 from segue.messages.join import (
@@ -62,6 +64,7 @@ class _Node:
     generation: int
     heard: float
     """time.monotonic() of its last sign of life."""
+    hardware: Hardware | None
     host: Host | None = None
     """Set once workers can be spawned there."""
     sent: int = 0
@@ -81,15 +84,17 @@ class NodePlacement:
         welcome: Welcome,
         *,
         agents: RayAgents | None = None,
+        check: Callable[[str, Hardware], object] = lambda node, hardware: None,
         on_spawned: Callable[[str, int], None],
         on_exit: Callable[[str, str], None],
         on_node: Callable[[str], None],
         on_node_lost: Callable[[str, str], None],
     ) -> None:
         """`expected`: names of the nodes that the deployment has. `welcome`: what they are told. `agents`: start
-        them; None: others do. `on_node(node)`: workers can be spawned there; `on_node_lost(node, why)`: all its workers
-        are lost."""
+        them; None: others do. `check(node, hardware)` raises `ConfigError` if its stages do not fit a node.
+        `on_node(node)`: workers can be spawned there; `on_node_lost(node, why)`: all its workers are lost."""
         self._agents = agents
+        self._check = check
         self._local = local
         self._listen = listen
         self._expected = expected
@@ -230,10 +235,10 @@ class NodePlacement:
             node.received += isinstance(message, NodeReady | News)
             match message:
                 case NodeReady():
-                    node.host = Host(
-                        message.runtime_dir, msgspec.structs.replace(self._network, node=node.name, host=message.host)
-                    )
-                    log.info("node %s (%s) has joined", node.name, message.host)
+                    network = msgspec.structs.replace(self._network, node=node.name, host=message.host)
+                    node.host = Host(message.runtime_dir, network, node.hardware)
+                    has = "" if node.hardware is None else f": {described(node.hardware)}"
+                    log.info("node %s (%s) has joined%s", node.name, message.host, has)
                     self._on_node(node.name)
                 case NodeFailed():
                     self._lose(node, f"its workers cannot start: {message.message}")
@@ -262,6 +267,14 @@ class NodePlacement:
             )
             self._send(agent, Refused(reason, final=True))
             return
+        hardware = None
+        if message.hardware is not None:
+            hardware = msgspec.convert(msgspec.to_builtins(message.hardware), Hardware)
+            try:
+                self._check(message.node, hardware)
+            except ConfigError as error:
+                self._send(agent, Refused(error.message, final=True))
+                return
         if self._agents is not None and message.node not in self._agents.needed:
             self._send(agent, Refused(f"no worker needs node {message.node!r} now", final=False))
             return
@@ -272,7 +285,7 @@ class NodePlacement:
         if old is not None:
             self._lose(old, "it joins anew")
         generation = self._generations[message.node] = self._generations.get(message.node, 0) + 1
-        self._nodes[message.node] = _Node(message.node, agent, generation, time.monotonic())
+        self._nodes[message.node] = _Node(message.node, agent, generation, time.monotonic(), hardware)
         self._send(agent, msgspec.structs.replace(self._welcome, generation=generation, wire=wire_version()))
 
     async def _watch(self) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 import segue
+from segue.graph.deployment.deployment import Hardware
 from segue.messages.addresses import Network
 from segue.messages.errors import ConfigError
 from segue.messages.process import (
@@ -42,6 +43,8 @@ class Host:
     """A private directory for sockets and spilled payloads; deleted when the node's fork server ends."""
     network: Network | None = None
     """None: all workers are on one host."""
+    hardware: Hardware | None = None
+    """Of a node, as it says; None: of the server's host, which the plan knows."""
 
 
 class Placement(Protocol):

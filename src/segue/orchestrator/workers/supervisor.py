@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -18,6 +19,7 @@ import zmq.asyncio
 from segue.graph.deployment.deployment import Plan
 from segue.graph.deployment.stage_plan import CPU
 from segue.graph.kinds.registry import kind_of, shares_weights
+from segue.graph.machine.hosts import stages_on
 from segue.graph.parts import is_built_in, member_of
 from segue.messages.addresses import SERVER, Network, joined, port_of, protect
 from segue.messages.connection import InOrder
@@ -151,6 +153,7 @@ class Supervisor:
             self._plan.nodes(),
             Welcome(0, preload, gpus),
             agents=None if self._plan.ray is None else RayAgents(self._plan.ray, listen, self._nodes()),
+            check=partial(stages_on, self._plan),
             on_spawned=self._on_spawned,
             on_exit=self._on_exit,
             on_node=self._on_node,
@@ -298,6 +301,7 @@ class Supervisor:
         replica.pid, replica.loading, replica.what, replica.pinged = None, 0.0, "forking", None
         replica.address = ""  # nobody writes to it before it is ready
         mine = set(replica.group)
+        stages = self._plan.stages if host.hardware is None else stages_on(self._plan, replica.node, host.hardware)
         source = self._sources[member_of(replica.group[0])]
         more = self._plan.moves is not None or self._plan.stages[replica.group[0]].scaling is not None  # may come
         workers = len(self.replicas.of_group(replica.group)) + more
@@ -309,7 +313,7 @@ class Supervisor:
                 family=source.family,
                 model_dir=source.model_dir,
                 transforms=source.transforms,
-                stages=[msgspec.to_builtins(self._plan.stages[name]) for name in replica.group],
+                stages=[msgspec.to_builtins(stages[name]) for name in replica.group],
                 edges=[msgspec.to_builtins(edge) for edge in edges],
                 replayable=[name for name, stage in self._plan.stages.items() if kind_of(stage.engine).replayable],
                 limits=msgspec.to_builtins(self._plan.limits),
