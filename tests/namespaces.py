@@ -7,9 +7,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from segue.bench.harness import namespaces
@@ -40,6 +41,17 @@ def cut(host: Host) -> None:
 
 def mend(host: Host) -> None:
     ip("-n", host.switch, "link", "set", host.port, "up")
+
+
+def processes(host: Host) -> list[str]:
+    """Return the name and the command line of each process of a host."""
+    done = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True, check=True)
+    found = []
+    for pid in done.stdout.split():
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(int(pid))
+            found.append(f"{process.name()} {' '.join(process.cmdline())}")
+    return found
 
 
 def connected_ports(host: Host, other: Host, process: int) -> set[int]:

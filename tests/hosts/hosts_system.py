@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,15 @@ import yaml
 from ray_cluster import RayCluster, cluster
 
 from mooncake_master import Master, running_master
-from namespaces import hosts
+from namespaces import hosts, processes
 from segue.bench.harness.namespaces import Host
 
 TOKEN = "a token of the tests"
 CLIENT = str(Path(__file__).with_name("hosts_client.py"))
 TOYS = str(Path(__file__).parents[1] / "toys")
 PATHS = os.pathsep.join([str(Path(__file__).parents[2] / "src"), TOYS, *filter(None, [os.environ.get("PYTHONPATH")])])
+STARTED = r"^segue-"
+"""The names of fork servers and workers."""
 PATIENCE = 150.0
 """Seconds for a start on a loaded machine."""
 Answer = dict[str, Any]
@@ -40,32 +42,54 @@ class Hosts:
         logs: Path,
         master: Master | None = None,
         ray: RayCluster | None = None,
+        shared: Mapping[Path, str] | None = None,
+        words: Sequence[str] = (),
     ) -> None:
         self.master = master
         self.ray = ray
+        self._shared = dict(shared or {})
+        self._words = words
         self.hosts = {"server": made[0], **{f"node{n}": host for n, host in enumerate(made[1:], 1)}}
         self._model = model
         self._logs = logs
         self.running: dict[str, subprocess.Popen[str]] = {}
         (logs / "deploy").mkdir()
         (logs / "deploy" / "deployment.yaml").write_text(yaml.safe_dump(dict(deployment)))
-        address = made[0].address
-        self.url = f"http://{address}:8000"
-        self.running["server"] = made[0].start(
-            *("-m", "segue.cli", "serve", "/server/model", "--config", "/deploy/deployment.yaml", "--host", address),
-            *("--name", "tiny", "--listen", address),
-            mounts={model: "/server/model", logs / "deploy": "/deploy", **(ray.mounts(0) if ray else {})},
-            log=self.log("server"),
-            **{**self._variables(), **(ray.variables if ray else {})},
-        )
+        self.url = f"http://{made[0].address}:8000"
+        self.serve()
         for name in list(self.hosts)[1:]:
             if ray is None:
                 self.join(name)
 
+    def serve(self) -> None:
+        """Start the server, which must not run."""
+        address, ray = self.hosts["server"].address, self.ray
+        mounts = {self._model: "/server/model", self._logs / "deploy": "/deploy", **(ray.mounts(0) if ray else {})}
+        self.running["server"] = self.hosts["server"].start(
+            *("-m", "segue.cli", "serve", "/server/model", "--config", "/deploy/deployment.yaml", "--host", address),
+            *("--name", "tiny", "--listen", address, *self._words),
+            mounts={**mounts, **self._shared},
+            log=self.log("server"),
+            **{**self._variables(), **(ray.variables if ray else {})},
+        )
+
+    def kill_server(self) -> None:
+        """Kill -9 the server, and wait until all that it started has ended, on every host."""
+        self.running["server"].kill()
+        self.running["server"].wait()
+        self.until_none(rf"{STARTED}|ray_driver|ray::RayAgent")
+
+    def until_none(self, pattern: str) -> None:
+        """Return when no process on any host has a name and command line that match."""
+        end = time.monotonic() + PATIENCE
+        while left := [one for host in self.hosts.values() for one in processes(host) if re.search(pattern, one)]:
+            assert time.monotonic() < end, f"{left} have not ended"
+            time.sleep(0.1)
+
     def join(self, name: str) -> None:
         self.running[name] = self.hosts[name].start(
             *("-m", "segue.cli", "join", self.hosts["server"].address, "--name", name, "--model", "/elsewhere"),
-            mounts={self._model: "/elsewhere"},
+            mounts={self._model: "/elsewhere", **self._shared},
             log=self.log(name),
             **self._variables(),
         )
@@ -135,15 +159,25 @@ class Hosts:
 
 @contextmanager
 def system(
-    count: int, model: Path, deployment: Mapping[str, Any], logs: Path, *, master: bool = False, ray: bool = False
+    count: int,
+    model: Path,
+    deployment: Mapping[str, Any],
+    logs: Path,
+    *,
+    master: bool = False,
+    ray: bool = False,
+    shared: Mapping[Path, str] | None = None,
+    words: Sequence[str] = (),
 ) -> Iterator[Hosts]:
     """`master`: with a Mooncake master on the server's host, as `Hosts.master`. `ray`: the hosts are a Ray cluster,
-    `Hosts.ray`, and nobody else starts nodes."""
+    `Hosts.ray`, and nobody else starts nodes. `shared`: directory → where every host has it. `words`: more for `segue
+    serve`."""
     with ExitStack() as stack:
         made = stack.enter_context(hosts(count))
         mooncake = stack.enter_context(running_master(made)) if master else None
-        made_ray = stack.enter_context(cluster(made, logs / "ray", {model: "/elsewhere"}, PATHS)) if ray else None
-        running = Hosts(made, model, deployment, logs, mooncake, made_ray)
+        mounts = {model: "/elsewhere", **(shared or {})}
+        made_ray = stack.enter_context(cluster(made, logs / "ray", mounts, PATHS)) if ray else None
+        running = Hosts(made, model, deployment, logs, mooncake, made_ray, shared, words)
         stack.callback(running.end)
         running.wait("is served at")
         yield running

@@ -289,7 +289,7 @@ class Orchestrator:
             stage = chosen.group[-1]
             if chosen.cut:
                 self._await_link(state)
-            elif self.replicas.hopeless(stage):
+            elif self.replicas.hopeless(stage) and not self.supervisor.starting:
                 self._end(state, StageLost(f"stage {stage!r} could not be restarted", stage=stage))
             elif only_reads(chosen.group):
                 self._unread[state.id] = None  # `_read` calls this again

@@ -165,6 +165,11 @@ class Supervisor:
         """The directory of this system's sockets; deleted when the system stops."""
         return self._placement.runtime_dir
 
+    @property
+    def starting(self) -> bool:
+        """Whether `start` runs: workers may wait for their hosts."""
+        return self._started is not None and not self._started.done()
+
     async def start(self) -> None:
         """Return when every stage has a ready replica; raise the first worker's own error otherwise."""
         self._loop = asyncio.get_running_loop()
@@ -347,10 +352,9 @@ class Supervisor:
         self.adapters.ready(replica)
         self.moves.ready(replica)
         self._on_progress(message.worker, 1.0, "ready")
-        start = self._started
-        starting = start is not None and not start.done()
-        if start is not None and starting and self.replicas.ready():
-            start.set_result(None)
+        starting = self.starting
+        if self._started is not None and starting and self.replicas.ready():
+            self._started.set_result(None)
         if not starting or replica.node != SERVER:  # the progress of a start names workers without their nodes
             log.info("worker %s (%s) is ready", replica.worker, replica.node)
         self._owner.worker_ready()
@@ -420,7 +424,7 @@ class Supervisor:
         log.log(logging.INFO if moving else logging.WARNING, "worker %s (pid %s) ended: %s", worker, replica.pid, how)
         if not was_ready:
             replica.failures += 1
-            if self._started is not None and not self._started.done():
+            if self.starting:
                 error = ConfigError(f"worker {worker!r} died while starting: {how}")
                 # a worker that exits by itself sends `StartFailed`, which may arrive after the notice of its exit
                 self._loop.call_later(SAID_WHY_WITHIN if how == "exit 0" else 0.5, self._fail_start, error)
