@@ -2,74 +2,25 @@
 
 from __future__ import annotations
 
-import base64
-import json
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hosts_system import Hosts, system
+from mixed_requests import COUNT, Answers, Clients, assert_equal
 
 from namespaces import cut, mend, narrow, slow
 from segue.bench.harness.namespaces import Host
 
 pytestmark = pytest.mark.nightly
-CLIENT = str(Path(__file__).with_name("mixed_client.py"))
-COUNT = 20
 BOTH = {"node": ["node1", "server"], "replicas": 2, "threads": 1}
 DEPLOYMENT = {
     "defaults": {"threads": 1},
     "stages": {"thinker": BOTH, "talker": BOTH, "vocoder": BOTH},
     "runtime": {"connectors": {"tcp": {"name": "TcpConnector", "extra": {"inline_threshold_bytes": 0}}}},
 }
-Answers = dict[int, "Answer"]
-
-
-@dataclass(frozen=True)
-class Answer:
-    text: str
-    samples: np.ndarray
-    """[samples] int16; none if no speech was asked for."""
-
-
-class Clients:
-    """The clients of 20 requests, and what they have said so far."""
-
-    def __init__(self, running: Hosts) -> None:
-        self._running = running
-        self._process: subprocess.Popen[str] = running.hosts["server"].start(CLIENT, running.url, str(COUNT))
-        self._ended: list[dict[str, str]] = []
-
-    def until_begun(self, count: int) -> None:
-        """Return when the first output of so many requests has come."""
-        while count:
-            said = self._next()
-            count -= "first" in said
-
-    def answers(self) -> Answers:
-        with self._process:
-            while len(self._ended) < COUNT:
-                self._next()
-        for one in self._ended:
-            assert "error" not in one, (one["error"], self._running.all_logs())
-        return {
-            int(one["answer"]): Answer(one["text"], np.frombuffer(base64.b64decode(one["audio"]), np.int16))
-            for one in self._ended
-        }
-
-    def _next(self) -> dict[str, str]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the clients have ended"
-        said: dict[str, str] = json.loads(line)
-        if "answer" in said:
-            self._ended.append(said)
-        return said
 
 
 @pytest.fixture(scope="module")
@@ -91,16 +42,6 @@ def undisturbed(omni: Hosts) -> Answers:
 def all_are_ready(omni: Hosts, times: int) -> None:
     for stage in ("thinker", "talker", "vocoder"):
         omni.wait(rf"{stage}\.0-\d+ \(node1\) is ready", times)
-
-
-def assert_equal(found: Answers, right: Answers) -> None:
-    """Texts are equal; so is audio, but for rounding: which requests share a batch is chance."""
-    assert found.keys() == right.keys()
-    for number, one in found.items():
-        assert one.text == right[number].text, number
-        assert one.samples.shape == right[number].samples.shape, number
-        if one.samples.size:
-            assert np.abs(one.samples.astype(int) - right[number].samples).max() <= 8, number
 
 
 @pytest.mark.parametrize("host", ["node1", "server"])
