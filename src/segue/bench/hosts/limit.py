@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -87,6 +87,12 @@ class SimulatedPlacement:
 
     def host(self, node: str) -> Host | None:
         return Host(self.runtime_dir)
+
+    def may_have(self, node: str) -> bool:
+        return True
+
+    def need(self, nodes: Set[str]) -> None:
+        """The one process stays."""
 
     def spawn(self, spec: WorkerSpec, node: str) -> None:
         assert self.process is not None, "started"
