@@ -10,6 +10,7 @@ from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import wrong
 from segue.messages.formats import Format
 from segue.messages.sampling import SamplingParams, misfit
+from segue.messages.units import Unit
 
 BESIDE = "multi_modal_data"
 """Clients' name for the media that are sent along with a prompt; vLLM's."""
@@ -165,6 +166,13 @@ class Request(msgspec.Struct, kw_only=True):
     appended continues the input."""
     options: dict[str, Any] = {}
     """Family options by name (e.g. `use_audio_in_video`); checked against those that the family declares."""
+    keep: str = ""
+    """The name by which others of its tenant may go on from it after its end: what it said and got is retained, and its
+    blocks of the KV cache are held for a while. Empty: none may."""
+    previous: str | None = None
+    """The name of a kept request that this one goes on from: its input follows what that one read and generated."""
+    earlier: list[Earlier] = []
+    """The conversation before this request, if it has a `previous`; the orchestrator fills it in."""
 
     member: str = ""
     """In a graph of models: the model that the request is for."""
@@ -190,7 +198,25 @@ class Request(msgspec.Struct, kw_only=True):
     def media_kinds(self) -> set[str]:
         """Return the kinds of media in the request, and the names of its tensors."""
         received = (one.part.kind for one in self.received if isinstance(one.part, MediaPart))
-        return {part.kind for part in self.media()} | set(received)
+        earlier = (kind for one in self.earlier for kind in one.media_kinds())
+        return {part.kind for part in self.media()} | set(received) | set(earlier)
+
+
+class Earlier(msgspec.Struct, frozen=True):
+    """A request that another goes on from, and the reply to it."""
+
+    request: Request
+    """Without what came before it."""
+    units: list[Unit]
+    """What the stage that read it generated: token ids, or rows of codes."""
+    ends: list[int] = []
+    """If the walk returned to that stage: how many of the units were there at the end of each visit."""
+    images: list[MediaPart] = []
+    """The images of the reply, in order."""
+
+    def media_kinds(self) -> set[str]:
+        """Return the kinds of media in the request and in the reply."""
+        return self.request.media_kinds() | {image.kind for image in self.images}
 
 
 def check_priority(priority: int, by_priority: bool) -> None:
@@ -213,7 +239,7 @@ def check_types(request: Request) -> None:
     if isinstance(request.seed, int) and not -(2**63) <= request.seed < 2**64:
         raise wrong("seed", request.seed, "a 64-bit integer")
     try:
-        bare = msgspec.structs.replace(request, messages=[], received=[])
+        bare = msgspec.structs.replace(request, messages=[], received=[], earlier=[])
         msgspec.msgpack.decode(msgspec.msgpack.encode(bare), type=Request)
     except (msgspec.ValidationError, TypeError, OverflowError) as error:
         raise misfit(error) from error

@@ -63,6 +63,8 @@ class Family:
     """Names of request options that the family accepts, e.g. `use_audio_in_video`."""
     appends: bool = False
     """Whether a request may be open: input is appended while it runs (`segue.models.shared.input_stage`)."""
+    goes_on: bool = False
+    """Whether a request may go on from an earlier one: its input stage makes one prompt of both (`Request.earlier`)."""
     skips_tokenizer: bool = False
     """Whether its stages run without a tokenizer, on token ids (`skip_tokenizer_init`)."""
     open_options: bool = False

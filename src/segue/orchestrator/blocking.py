@@ -77,6 +77,8 @@ class Omni:
         adapter: str | None = None,
         cache_salt: str | None = None,
         session: str = "",
+        keep: bool = False,
+        previous: str | None = None,
         **parameters: Any,
     ) -> list[RequestOutput]:
         """Run all prompts at once, batched by the engines, and return outputs in the same order. `parameters`: see
@@ -97,6 +99,8 @@ class Omni:
             "adapter": adapter,
             "cache_salt": cache_salt,
             "session": session,
+            "keep": keep,
+            "previous": previous,
             **parameters,
         }
         batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]

@@ -38,6 +38,7 @@ def card_of(name: str, model: Checkpoint, plan: Plan, member: str = "") -> Model
         options=family.options,
         tokenizer=not plan.skip_tokenizer_init,
         appends=family.appends,
+        goes_on=family.goes_on,
         open_options=family.open_options,
         max_model_len=None,
         created=int(time.time()),

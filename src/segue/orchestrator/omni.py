@@ -51,7 +51,8 @@ Sampling = SamplingParams | Mapping[str, SamplingParams | Mapping[str, Any]] | N
 
 _PROMPT_KEYS = frozenset(
     {"messages", "prompt", "prompt_token_ids", "prompt_embeds", BESIDE, "modalities", "voice", "sampling", "seed",
-     "priority", "deadline", "options", "return_prompt_ids", "adapter", "cache_salt", "session", "tensors"}
+     "priority", "deadline", "options", "return_prompt_ids", "adapter", "cache_salt", "session", "keep", "previous",
+     "tensors"}
 )  # fmt: skip
 
 
@@ -257,13 +258,16 @@ class AsyncOmni:
         adapter: str | None = None,
         cache_salt: str | None = None,
         session: str = "",
+        keep: bool = False,
+        previous: str | None = None,
         **parameters: Any,
     ) -> Request:
         """Make a `Request` from a Python caller's arguments; media may be PIL images, arrays, paths or bytes.
 
         `modalities`: requested outputs (default: those of the main stage). `deadline`: Unix time. `adapter`: name of a
         LoRA adapter. `cache_salt`: share the prefix cache only with requests that have the same salt. `session`: its
-        requests go to one replica of a stage that is routed by session. `parameters`: for models that make images or
+        requests go to one replica of a stage that is routed by session. `keep`: others may go on from the request; they
+        name its id as `previous`. `parameters`: for models that make images or
         video, arguments of their pipelines (`segue.messages.diffusion.DiffusionParams`) and images
         (`segue.media.parts`).
         """
@@ -301,8 +305,9 @@ class AsyncOmni:
         if media or images or tensors:
             messages.append(Message("user", [*media, *images, *tensors]))
         default_out = min(self.plan.graph.stages[self.plan.graph.main].gives)
+        request_id = uuid.uuid4().hex
         return Request(
-            request_id=uuid.uuid4().hex,
+            request_id=request_id,
             messages=messages,
             prompt=text,
             prompt_token_ids=None if ids is None else _token_ids(ids),
@@ -317,6 +322,8 @@ class AsyncOmni:
             adapter=given.get("adapter", adapter),
             cache_salt=given.get("cache_salt", cache_salt),
             session=given.get("session", session),
+            keep=_kept_as(request_id, given.get("keep", keep)),
+            previous=given.get("previous", previous),
             return_prompt_ids=given.get("return_prompt_ids", return_prompt_ids),
             options={**_mapping(given.get("options", options) or {}, "options"), **others},
         )
@@ -364,6 +371,13 @@ class AsyncOmni:
             else sampling_from(dict(_mapping(params, f"sampling.{stage}")), f"sampling.{stage}", self.plan.limits)
             for stage, params in _mapping(sampling, "sampling").items()
         }
+
+
+def _kept_as(request_id: str, keep: Any) -> str:
+    """Return the name by which a request is kept; empty if it is not."""
+    if not isinstance(keep, bool):
+        raise wrong("keep", keep, "true or false")
+    return request_id if keep else ""
 
 
 def _token_ids(ids: Any) -> list[int]:

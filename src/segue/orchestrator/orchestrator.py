@@ -50,6 +50,7 @@ from segue.messages.wire import (
     Unreachable,
 )
 from segue.orchestrator.client_queue import ClientQueue
+from segue.orchestrator.kept import KeptRequests
 from segue.orchestrator.request_state import RequestState, stages_across, stages_to_rerun
 from segue.orchestrator.stage_messages import Addressed, appended, begins, closed, resent, returned, throttled
 from segue.orchestrator.workers.replicas import Replica
@@ -91,6 +92,7 @@ class Orchestrator:
         )
         self.replicas = self.supervisor.replicas
         self.requests: dict[str, RequestState] = {}
+        self.kept = KeptRequests(plan.limits)
         self._router = Router(plan, self.replicas, self.requests, self.supervisor.stats)
         self._unread: dict[str, None] = {}
         """Requests with media that wait for an input worker, in order of arrival."""
@@ -142,6 +144,7 @@ class Orchestrator:
         self._finished = True
         for state in list(self.requests.values()):
             self._end(state, ShuttingDown("the server is shutting down"))
+        self.kept.clear()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -213,6 +216,7 @@ class Orchestrator:
             raise Overloaded(f"the system already has {limit} requests (limits.max_waiting); try again later")
         if request.request_id in self.requests:
             raise InvalidRequest(f"a request with id {request.request_id!r} is running", field="request_id")
+        after = frozenset[str]() if request.previous is None else self.kept.follow(request)
         walk = self.graph.walk(request)
         if request.seed is None:
             request.seed = secrets.randbits(63)
@@ -225,7 +229,8 @@ class Orchestrator:
                 own = msgspec.structs.replace(asked, **{key: getattr(both, key) for key in cut})
                 request.sampling = {**request.sampling, name: own}
         queue = ClientQueue(self.plan.limits.unread_bytes)
-        state = RequestState(request=request, walk=walk, main=self.graph.main_of(request.member), queue=queue)
+        main = self.graph.main_of(request.member)
+        state = RequestState(request=request, walk=walk, main=main, queue=queue, after=after)
         head = state.course.head
         if head is not None and kind_of(self.plan.stages[head].engine).holds:
             if request.open:
@@ -362,6 +367,8 @@ class Orchestrator:
                 replica.requests.discard(state.id)
                 if replica.alive:
                     self._send((replica.address, Drop(state.id)))
+        if error is None and state.request.keep:
+            self.kept.add(state)  # before the client can name it
         state.queue.put(error if error is not None else state.finished())
         self._note_idle()
         self.supervisor.moves.request_left()

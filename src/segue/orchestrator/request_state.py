@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from base64 import b64decode
 from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from segue.messages.deltas import (
     after,
     stream_of,
 )
-from segue.messages.request import Piece, Request
+from segue.messages.request import ArrayInfo, MediaPart, Piece, Request
 from segue.messages.units import TurnEnd, Unit, ids_of
 from segue.messages.wire import Emission, OutputEnd, StageDone
 from segue.orchestrator.client_queue import ClientQueue
@@ -106,6 +107,8 @@ class RequestState:
     walk: Walk
     main: str
     queue: ClientQueue
+    after: frozenset[str] = frozenset()
+    """The workers that served the request that it goes on from."""
     admitted: float = field(default_factory=time.monotonic)
     held: str | None = None
     """The stage whose sequence holds between the visits of a walk that returns to it."""
@@ -134,6 +137,8 @@ class RequestState:
     counts as one loss, not two."""
     usage: Usage = field(default_factory=Usage)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    images: dict[int, MediaPart] = field(default_factory=dict)
+    """The images that the client got, if the request is to be kept."""
     ends: list[OutputEnd] = field(default_factory=list)
     """Ends of the main stage's outputs, once it is done."""
     ends_sent: set[int] = field(default_factory=set)
@@ -222,6 +227,8 @@ class RequestState:
             if (new := after(delta, have, had_ids)) is not None:
                 fresh.append(new)
                 self._count(new)
+                if self.request.keep:
+                    self._retain(new)
         if emission.turn is not None:
             ended = self.turns.setdefault(stage, [])
             if not ended or emission.turn.units > ended[-1].units:
@@ -320,6 +327,17 @@ class RequestState:
             )
             for end in ends
         ]
+
+    def _retain(self, delta: ClientDelta) -> None:
+        """Retain what later requests cannot have from the journal."""
+        match delta:
+            case ImageDelta(partial=None):
+                shape = ArrayInfo("uint8", (delta.height, delta.width, 3))
+                self.images[delta.index] = MediaPart("image", delta.data, shape)
+            case EncodedDelta(kind="image"):
+                data = b64decode(delta.data) if self.request.formats["image"].base64 else delta.data
+                have = self.images.get(delta.index, MediaPart("image", b"")).data
+                self.images[delta.index] = MediaPart("image", have + data)
 
     def _count(self, delta: ClientDelta) -> None:
         """Count what the client gets."""

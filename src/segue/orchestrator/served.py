@@ -17,6 +17,7 @@ from segue.messages.sampling import check_sampling, check_token_ids, merged
 from segue.messages.tensors import check_tensors
 from segue.messages.wire import StageFacts
 from segue.models.shared.diffusion.sizes import Sizes
+from segue.orchestrator.kept import check_kept
 from segue.orchestrator.open_request import OpenRequest, opened
 from segue.orchestrator.orchestrator import Orchestrator
 from segue.orchestrator.prompt_embeds import check_embeds_bytes
@@ -98,6 +99,7 @@ class ServedModel:
     def open(self, request: Request, *, reply: bool = False) -> OpenRequest:
         self.admit(request)
         asked = opened(request, self.card, reply=reply)
+        check_kept(asked, self.card)
         return OpenRequest(self.orchestrator, asked, self.plan.limits, self.card.tensors)
 
     async def stream_appended(self, request: Request, pieces: AsyncGenerator[str | Piece]) -> AsyncGenerator[Delta]:
@@ -130,6 +132,7 @@ class ServedModel:
         check_embeds_bytes(request, self.plan.limits.max_prompt_embeds_bytes)
         self._mark_thoughts(request)
         check_types(request)
+        check_kept(request, self.card)
         check_formats(request.formats, request.modalities)
         check_tensors(request.tensors(), self.card.tensors, {})
         check_priority(request.priority, self.card.by_priority)

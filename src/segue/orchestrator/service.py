@@ -74,6 +74,8 @@ class ModelCard(msgspec.Struct):
     """False: the deployment loads none (`skip_tokenizer_init`); prompts and replies are token ids."""
     appends: bool = False
     """Whether input can be appended to a running request."""
+    goes_on: bool = False
+    """Whether a request can go on from an earlier one."""
     own_outputs: frozenset[str] = frozenset()
     """In a graph of models: outputs that a request may ask for by the model's name, e.g. `hear.text`."""
     open_options: bool = False

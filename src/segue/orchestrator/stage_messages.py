@@ -19,7 +19,7 @@ def begins(state: RequestState, begin: set[str]) -> Iterator[Addressed]:
     """Yield what starts the stages `begin` and informs their neighbours. Downstream stages get their `Begin` first, so
     that chunks seldom overtake it."""
     stripped = msgspec.structs.replace(
-        state.request, messages=[], received=[], prompt=None, prompt_token_ids=None, prompt_embeds=None
+        state.request, messages=[], received=[], earlier=[], prompt=None, prompt_token_ids=None, prompt_embeds=None
     )
     for name, stage_state in reversed(state.stages.items()):
         if name not in begin:

@@ -65,6 +65,30 @@ def test_edits(client: openai.OpenAI) -> None:
     assert made[0].usage.input_tokens_details.image_tokens > 40
 
 
+def test_a_stored_image_is_gone_on_from(server: Served) -> None:
+    """The file that the client got is what the model reads."""
+    drawing = {"modalities": ["image"], "seed": 3, "height": 64, "width": 96, "store": True, **FEW}
+    lake, ask = ({"role": "user", "content": text} for text in (LAKE, "What do you see?"))
+    with server.client() as http:
+
+        def answer(**body: Any) -> Any:
+            reply = http.post("/v1/chat/completions", json={"model": NAME, **body})
+            assert reply.status_code == 200, reply.text
+            return reply.json()
+
+        first = answer(messages=[lake], **drawing)
+        image = first["choices"][0]["message"]["images"][0]
+        text = {"max_tokens": 12, "return_token_ids": True}
+        going_on = answer(messages=[ask], previous_response_id=first["id"], **text)
+        whole = [{"role": "user", "content": [{"type": "text", "text": LAKE}, image]}, ask]
+        at_once = answer(messages=whole, **text)
+        assert going_on["choices"][0]["token_ids"] == at_once["choices"][0]["token_ids"]
+        assert going_on["usage"]["prompt_tokens"] == at_once["usage"]["prompt_tokens"]
+        assert going_on["usage"]["prompt_tokens_details"]["image_tokens"] > 0
+        lost = http.post("/v1/chat/completions", json={"model": NAME, "messages": [ask], "previous_response_id": "x"})
+        assert (lost.status_code, lost.json()["error"]["param"]) == (404, "previous_response_id")
+
+
 def test_chat(client: openai.OpenAI, server: Served) -> None:
     """The text of an answer with an image is what the model thought."""
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(png()).decode()}}

@@ -142,7 +142,8 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         ({"chat_template_kwargs": {"mood": 1}}, "chat_template_kwargs.mood", "unknown parameter"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "both true"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
-        ({"store": True}, "store", "does not support"),
+        ({"store": True, "n": 2}, "n", "1 if store is true"),
+        ({"previous_response_id": 7}, "previous_response_id", "7"),
         ({"prediction": {"type": "content"}}, "prediction", "leave it out"),
         # media
         (

@@ -19,7 +19,7 @@ from PIL import Image
 
 from segue.media.encode import pcm16
 from segue.messages.deltas import Delta, TextDelta
-from segue.messages.errors import DeadlineExceeded, InvalidRequest, Overloaded, StageFailed, StageLost
+from segue.messages.errors import DeadlineExceeded, InvalidRequest, NotFound, Overloaded, StageFailed, StageLost
 from segue.messages.request import MediaPart, Request, TextPart
 from segue.messages.sampling import SamplingParams
 from segue.server.settings import ServerSettings
@@ -125,6 +125,26 @@ def test_media_of_every_kind_go_in(client: openai.OpenAI, server: Live) -> None:
             for index, kind in enumerate(("image", "audio", "video"), start=1)
         ),
     ]
+
+
+def test_a_completion_goes_on_from_a_stored_one(client: openai.OpenAI, server: Live) -> None:
+    first = client.chat.completions.create(model="fake-omni", messages=HELLO, store=True)
+    more = {"previous_response_id": first.id}
+    client.chat.completions.create(model="fake-omni", messages=HELLO, extra_body=more)
+    kept, following = server.service.requests
+    assert (kept.keep, kept.previous) == (first.id, None)
+    assert (following.keep, following.previous) == ("", first.id)
+
+    async def unknown(request: Request) -> AsyncGenerator[Delta]:
+        raise NotFound(f"previous is {request.previous!r}, which is not kept", field="previous")
+        yield
+
+    server.service.script = unknown
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="fake-omni", messages=HELLO, extra_body=more)
+    assert caught.value.param == "previous_response_id"
+    assert f"previous_response_id is '{first.id}'" in caught.value.message
+    assert server.service.cancelled.get(timeout=120) == server.service.requests[-1].request_id
 
 
 def test_every_parameter_reaches_its_stage(client: openai.OpenAI, server: Live) -> None:

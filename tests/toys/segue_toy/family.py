@@ -26,6 +26,7 @@ FAMILY = Family(
     stages_module="segue_toy.stages",
     says=lambda config, model_dir: TextToSpeech(),
     appends=True,
+    goes_on=True,
     options=frozenset({"hold", "fail_at", "die_at", "lost_at"}),
 )
 

@@ -22,8 +22,9 @@ from segue.engines.autoregressive.output import TokenOutput
 from segue.engines.contract import LoadContext, Payload, StageOutput, StageRequest
 from segue.engines.module.contract import Result, Work
 from segue.messages.errors import InvalidRequest
-from segue.messages.request import TextPart
+from segue.messages.request import Request, TextPart
 from segue.messages.sampling import SamplingParams
+from segue.messages.units import ids_of
 
 VOCAB = 97
 WIDTH = 4
@@ -55,6 +56,12 @@ def stop_point(request: StageRequest, stage: str, index: int) -> None:
             pipe.read(1)
 
 
+def said(request: Request) -> tuple[str, list[int]]:
+    """The text of a request, and its ids."""
+    text = "".join(part.text for turn in request.messages for part in turn.content if isinstance(part, TextPart))
+    return text, request.prompt_token_ids or [1 + ord(letter) % (VOCAB - 1) for letter in text]
+
+
 class Input:
     """Text to ids."""
 
@@ -66,8 +73,9 @@ class Input:
 
     def begin(self, request: StageRequest) -> tuple[Any, list[Work]]:
         message = request.request
-        text = "".join(part.text for turn in message.messages for part in turn.content if isinstance(part, TextPart))
-        ids = message.prompt_token_ids or [1 + ord(letter) % (VOCAB - 1) for letter in text]
+        text, ids = said(message)
+        for one in reversed(message.earlier):
+            ids = [*said(one.request)[1], *ids_of(one.units), *ids]
         if "forbidden" in text:
             raise InvalidRequest("messages[0].content is 'forbidden'; say something else", field="messages[0].content")
         payload: Payload = {"token_ids": torch.tensor(ids)}

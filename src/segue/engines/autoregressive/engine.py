@@ -156,8 +156,8 @@ class AutoregressiveEngine:
     def _end_if_over(self, sequence: Sequence) -> None:
         """Remove a sequence that was closed after its last turn and has nothing left to report."""
         if sequence.over and sequence.reported:
-            self._active.drop(sequence.request.request_id)
             self._between.append(_ended(sequence))
+            self._completion.end(sequence, self._between[-1])
 
     def cancel(self, request_id: str) -> None:
         """Drop the request and free its blocks."""
@@ -206,6 +206,7 @@ class AutoregressiveEngine:
             self._in_flight = step
         elif step is not None:
             outputs += self._complete(step)
+        self._active.forget_kept()
         self._scheduler.note_holding(moment.now)
         if not self._active and self._in_flight is None:
             self.resources.pool.audit_idle()

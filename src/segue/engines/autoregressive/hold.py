@@ -32,6 +32,11 @@ use for them). A sequence without its blocks stays in the engine, `parked`: it i
 possible, when more input arrives, and never before. So holding costs others nothing, and there is no second deadline:
 the request's own ends it, as does cancelling.
 
+**Kept.** A request with `Request.keep` holds its blocks after its end as well, under another key, until `hold_seconds`
+are over or others need them: then the sequence is removed, for it is never continued itself. A request that goes on
+from it is a sequence of its own, whose prompt is all that this one read and drew: it shares the full blocks by the
+prefix cache, any number of such requests do, and none depends on them.
+
 **Recovery.** Upstreams keep their chunks, so a new worker gets all pieces again, in order. The journal has the units,
 and `TurnEnd` where each finished turn ended: its units are known, nothing is drawn again. Only the last unit of an
 unfinished turn is taken as if it were drawn (`Sequence.go_on`).
@@ -43,7 +48,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -126,6 +131,11 @@ class Pieces:
         self._starts.append(start)
         self.input_tokens += len(prompt.token_ids)
         self.plain = self.plain and prompt.embeds is None
+
+    def shed(self) -> None:
+        """Forget embeddings: nothing is computed again."""
+        for piece in self._pieces:
+            piece.prompt = replace(piece.prompt, embeds=None, extras={})
 
     def within(self, start: int, stop: int) -> Iterator[tuple[Piece, int, int]]:
         """The pieces of tokens [start, stop) of the sequence, each with its range in tokens from its own first."""

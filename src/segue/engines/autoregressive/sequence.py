@@ -77,6 +77,8 @@ class Sequence:
         """It does not draw before more input arrives; its newest token is not computed."""
         self._longest = 0
         """The most tokens it can have."""
+        self.kept = False
+        """It holds after the end of its request."""
         self.turns: list[TurnEnd] = []
         """The turns that have ended."""
         self._known = deque(request.turns if parent is None else [])
@@ -156,6 +158,24 @@ class Sequence:
     def over(self) -> bool:
         """Whether nothing is left to draw, because the input was closed after a turn."""
         return self.holds and self.then is Then.END
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it holds its blocks after the end of its request. One that is conditioned on rows does not: another
+        request has other rows, and would not find them."""
+        return bool(self.request.request.keep) and self.branches is None and not self.model.conditioned
+
+    def keep(self, key: str, end: TurnEnd, block_size: int) -> None:
+        """Hold after the end of its request, by the name of `key`: as after a turn, but nothing more comes."""
+        self.request = replace(self.request, request_id=key)
+        self.job.key = key
+        self.job.paused = False
+        self.then = Then.TURN
+        self.turns.append(end)
+        self.holds = self.kept = True
+        self.propose([])
+        self.refresh(block_size)
+        self.input.shed()
 
     @property
     def reported(self) -> bool:

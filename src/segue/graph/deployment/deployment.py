@@ -163,6 +163,12 @@ class Limits(RequestLimits):
     """Payloads a worker keeps for recovery."""
     unread_bytes: int = 8 * MiB
     """Output of one request that its client has not read; above it, the stages that make it pause."""
+    max_kept: int = 256
+    """Requests that are retained after their end because others may go on from them; the oldest are forgotten first."""
+    kept_bytes: int = 256 * MiB
+    """Bytes of what they said and got."""
+    kept_seconds: float = 600.0
+    """How long each of them is retained."""
     drain_seconds: float = 10.0
     """How long a stop waits for running requests."""
     hang_seconds: float = 600.0

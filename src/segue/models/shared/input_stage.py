@@ -32,6 +32,8 @@ class InputStage(ABC):
     """Decoding budget for the media of each request, if the model takes media."""
     takes_embeds = False
     """Whether parts of messages may be embeddings (`TextPart.embeds`)."""
+    goes_on = False
+    """Whether `process` makes one prompt of a request and those before it (`Request.earlier`)."""
 
     @abstractmethod
     def process(self, request: Request) -> Payload:
@@ -100,6 +102,8 @@ class InputStage(ABC):
                 raise InvalidRequest(
                     f"{field} is prompt_embeds; this model takes its prompt in other forms", field=field
                 )
+            if request.earlier and not self.goes_on:
+                raise InvalidRequest("previous is set, but this model does not go on from it", field="previous")
             payload = process(request)
         except SegueError as error:
             return Result(error=error)

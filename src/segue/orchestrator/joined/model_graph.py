@@ -22,6 +22,7 @@ from segue.messages.wire import StageFacts
 from segue.models.model_graph import Models
 from segue.models.shared.diffusion.sizes import Sizes
 from segue.orchestrator.joined.relay import relayed
+from segue.orchestrator.kept import check_kept
 from segue.orchestrator.open_request import OpenRequest
 from segue.orchestrator.orchestrator import Orchestrator
 from segue.orchestrator.served import ServedModel
@@ -245,6 +246,7 @@ class ServedGraph:
         return {member: found[member] for member in self.models if member in found}
 
     def _check_names(self, request: Request) -> None:
+        check_kept(request, self.card)
         for stage in request.sampling:
             if stage not in self.card.sampling_stages:
                 hint = nearest(stage, self.card.sampling_stages)
@@ -344,6 +346,7 @@ def _card(name: str, graph: ServedGraph, givers: Mapping[str, str], plan: Plan) 
         open_options=graph.open_options,
         own_outputs=frozenset(f"{member}.{kind}" for member, card in cards.items() for kind in card.gives),
         appends=False,
+        goes_on=False,
         several_texts=False,
         root="",
         adapters={name: path for card in cards.values() for name, path in card.adapters.items()},

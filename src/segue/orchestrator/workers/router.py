@@ -104,6 +104,8 @@ class Router:
         """Return the worker of a group that gets a request, none of `barred`; None: the request waits."""
         workers = self._replicas.of_group(group)
         routing = self._plan.stages[group[0]].routing
+        if state.after:
+            routing = ("session", *routing)
         held = {stage.worker for visit, stage in state.stages.items() if stage_of(visit) in group} - barred
         chain = self._chain(state) if "prefix" in routing and len(workers) > 1 else []
         session = self._sessions.worker(_session(state, group)) if state.request.session else None
@@ -125,7 +127,7 @@ class Router:
                     has_request=name in held,
                     has_last_try=asked.last_try and self._has_last_try(replica, state),
                     blocks=replica.prefixes.held(chain) if chain else 0,
-                    has_session=name == session,
+                    has_session=name == session or name in state.after,
                     chosen=replica.chosen,
                 )
             )

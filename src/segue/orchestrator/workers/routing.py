@@ -35,7 +35,7 @@ class Candidate:
     blocks: int = 0
     """Leading blocks of the request's prompt that it was sent before."""
     has_session: bool = False
-    """It had the session's previous request."""
+    """It had the session's previous request, or the one that this one goes on from."""
     chosen: int = 0
     """Number of the choice that chose it last, if its stage is routed by prefix; else 0."""
 

@@ -164,7 +164,12 @@ class Speculation:
 def may_speculate(sequence: Sequence) -> bool:
     """Whether the sequence can use drafts at all."""
     sampling = sequence.request.sampling
-    return sampling.speculate is not False and not sequence.model.conditioned and (sampling.beam_width or 1) == 1
+    return (
+        not sequence.kept
+        and sampling.speculate is not False
+        and not sequence.model.conditioned
+        and (sampling.beam_width or 1) == 1
+    )
 
 
 def _wanted(sequence: Sequence, most: int) -> Wanted:

@@ -12,6 +12,7 @@ from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.speculation.speculation import Speculation
 from segue.kernels.kv.store import KVStore
 from segue.messages.errors import SegueError
+from segue.messages.units import TurnEnd
 
 
 class ActiveSequences:
@@ -24,6 +25,8 @@ class ActiveSequences:
         self._speculation = speculation
         self._by_key: dict[str, Sequence] = {}
         self._by_request: dict[str, list[Sequence]] = {}
+        self._kept: dict[str, Sequence] = {}
+        """Those that hold their blocks after the end of their requests, by key."""
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -58,13 +61,23 @@ class ActiveSequences:
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that is finished, failed, cancelled or set aside."""
         self._scheduler.remove(sequence.job)
-        del self._by_key[sequence.job.key]
-        members = self._by_request[sequence.request.request_id]
-        members.remove(sequence)
-        if not members:
-            del self._by_request[sequence.request.request_id]
-        if self._speculation is not None:
-            self._speculation.forget(sequence.job.key)
+        self._kept.pop(sequence.job.key, None)
+        self._leave(sequence)
+
+    def keep(self, sequence: Sequence, end: TurnEnd, block_size: int) -> None:
+        """Let a sequence hold its blocks after the end of its request, under a key of its own: requests that go on from
+        it find them in the prefix cache. A kept sequence is never continued itself."""
+        key = f"{sequence.request.request_id}\0kept"
+        self.drop(key)  # of an earlier attempt of the request
+        self._leave(sequence)
+        sequence.keep(key, end, block_size)
+        self._enter(sequence)
+        self._kept[key] = sequence
+
+    def forget_kept(self) -> None:
+        """Remove the kept sequences that have lost their blocks: they held too long, or others needed the blocks."""
+        for sequence in [one for one in self._kept.values() if not one.job.running]:
+            self.remove(sequence)
 
     def drop(self, request_id: str) -> None:
         """Remove all sequences of a request."""
@@ -82,6 +95,15 @@ class ActiveSequences:
     def scrub(self, blocks: list[int]) -> None:
         """Zero those of the blocks that no other sequence holds."""
         self._store.scrub(self._pool.private(blocks))
+
+    def _leave(self, sequence: Sequence) -> None:
+        del self._by_key[sequence.job.key]
+        members = self._by_request[sequence.request.request_id]
+        members.remove(sequence)
+        if not members:
+            del self._by_request[sequence.request.request_id]
+        if self._speculation is not None:
+            self._speculation.forget(sequence.job.key)
 
     def _enter(self, sequence: Sequence) -> None:
         self._by_key[sequence.job.key] = sequence

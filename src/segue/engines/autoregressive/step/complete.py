@@ -91,10 +91,18 @@ class Completion:
             if new:
                 outputs += branch.branches.give(output) if isinstance(branch.branches, Forks) else [output]
             if output.finished:
-                self._active.remove(branch)
+                self.end(branch, output)
             elif output.turn_ended:
                 outputs += self._end_turn(branch, output)
         return outputs
+
+    def end(self, sequence: Sequence, output: TokenOutput) -> None:
+        """Remove a sequence with its last output, or let it hold its blocks for requests that go on from it."""
+        if sequence.keeps and sequence.job.running and self._share_size:
+            end = TurnEnd(sequence.emitted, output.finish_reason, output.stop_reason)
+            self._active.keep(sequence, end, self._share_size)
+        else:
+            self._active.remove(sequence)
 
     def _end_turn(self, sequence: Sequence, output: TokenOutput) -> list[TokenOutput]:
         """Let a sequence hold after a turn, or go on with the next piece of its input."""

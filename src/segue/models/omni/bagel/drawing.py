@@ -137,7 +137,7 @@ def drawing_of(request: Request, config: Config, limits: OutputLimits, images: l
         raise wrong("num_inference_steps", timesteps, "at least 2: the model is called once less")
     if params.partial_images > max(_PREVIEWS, timesteps - 2):
         raise wrong("partial_images", params.partial_images, f"at most {timesteps - 2}, one less than its calls")
-    think, interleaved = _think(request), _images(request, params.num_images_per_prompt, limits)
+    think, interleaved = thinks(request), _images(request, params.num_images_per_prompt, limits)
     scale = config.vae.downsample
     across, down = scaled(width, height, edited(config))
     return Drawing(
@@ -155,7 +155,7 @@ def drawing_of(request: Request, config: Config, limits: OutputLimits, images: l
     )
 
 
-def _think(request: Request) -> bool:
+def thinks(request: Request) -> bool:
     """Whether to think first: by default if the client wants text, which is what the model thinks."""
     texts = "text" in request.modalities
     think = request.options.get("think", texts)

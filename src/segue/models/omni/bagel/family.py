@@ -31,6 +31,7 @@ FAMILY = Family(
     graph=graph,
     stages_module="segue.models.omni.bagel.stages",
     sizes=sizes,
+    goes_on=True,
     options=OPTIONS,
     stage_keys=frozenset({"quantization"}),
     tiny_module="segue.models.omni.bagel.tiny.presets",

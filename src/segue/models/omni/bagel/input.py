@@ -19,13 +19,15 @@ from segue.media.image import decode_image
 from segue.media.limits import MediaLimits
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import ConfigError, InvalidRequest
-from segue.messages.request import ChatOptions, MediaPart, Message, Request, TextPart
+from segue.messages.request import ChatOptions, Earlier, MediaPart, Message, Request, TextPart
+from segue.messages.units import ids_of
 from segue.models.omni.bagel.config import read_config
-from segue.models.omni.bagel.drawing import OPTIONS, OutputLimits, drawing_of
-from segue.models.omni.bagel.graph import draws
+from segue.models.omni.bagel.drawing import OPTIONS, OutputLimits, drawing_of, thinks
+from segue.models.omni.bagel.graph import draws, interleaved
 from segue.models.omni.bagel.images import edited, exact, seen
 from segue.models.omni.bagel.passages import MARKS, Marks, Passages
 from segue.models.shared.input_stage import InputStage
+from segue.models.shared.text.going_on import requests_of
 from segue.models.shared.text.prompt import (
     check_length,
     check_text,
@@ -52,6 +54,8 @@ class InputProcessor(InputStage):
 
     Options: `limits`, a dict of `MediaLimits` fields.
     """
+
+    goes_on = True
 
     def __init__(self, ctx: LoadContext) -> None:
         """Raises `ConfigError`, also for a tokenizer without the model's marks."""
@@ -81,19 +85,14 @@ class InputProcessor(InputStage):
         _check_draws_nothing(request)
         prompt, media = Passages(), list[Payload]()
         form = given_as(request)
-        match form:
-            case "messages":
-                for passage in self._read(request.messages, request):
-                    if isinstance(passage, list):
-                        prompt.text(passage)
-                    else:
-                        media.append(seen(self._scaled(passage), self._config))
-                        prompt.image(self._marks, len(media[-1]["patches"]), len(media) - 1)
-                prompt.text([self._marks.begin])
-            case "prompt":
-                prompt.text(tokenized(self._tokenizer, request, self._longest, _TEXT_STAGE))
-            case _:
-                prompt.text(checked_ids(request.prompt_token_ids or [], self._config.llm.vocab_size))
+        for passage in self._conversation(request):
+            if isinstance(passage, list):
+                prompt.text(passage)
+            else:
+                media.append(seen(self._scaled(passage), self._config))
+                prompt.image(self._marks, len(media[-1]["patches"]), len(media) - 1)
+        if form == "messages":
+            prompt.text([self._marks.begin])
         kept = truncated(prompt.ids, request, _TEXT_STAGE, self._longest, media=bool(media))
         if len(kept) < len(prompt.ids):
             prompt = Passages()
@@ -113,13 +112,9 @@ class InputProcessor(InputStage):
         form = given_as(request, media=True)
         if form == "prompt_token_ids":
             raise InvalidRequest("an image is drawn from text; send messages or a prompt", field="prompt_token_ids")
-        messages = request.messages
-        if form == "prompt":
-            asked = Message("user", [TextPart(request.prompt or "")])
-            messages = [*messages, asked]
         images: list[Image.Image] = []
         passages: list[list[int] | int] = []
-        for passage in self._read(messages, request):
+        for passage in self._conversation(request):
             if isinstance(passage, list):
                 passages.append(passage)
             else:
@@ -128,8 +123,6 @@ class InputProcessor(InputStage):
         if not passages:
             raise InvalidRequest("messages have neither text nor images: say what to draw", field="messages")
         drawing = drawing_of(request, self._config, self._outputs, [(one.height, one.width) for one in images])
-        if drawing.think and not drawing.images and not any(message.role == "system" for message in messages):
-            passages.insert(0, self._text(THINK))
         media = [{**seen(image, self._config), **exact(image)} for image in images]
         whole = Passages()
         for one in passages:
@@ -156,6 +149,47 @@ class InputProcessor(InputStage):
             seen = sum(block.stop - block.start for block in prompt.blocks)
             check_length(len(prompt.ids), self._longest, form, f" ({seen} of them image)" if seen else "")
 
+    def _conversation(self, request: Request) -> Iterator[list[int] | MediaPart]:
+        """The passages of a request, after those of the requests that it goes on from and of their replies."""
+        shown = [image for one in request.earlier for image in (*one.request.media(), *one.images)]
+        self._limits.check_items(len(shown) + len(request.media()), "messages")
+        for number, one in enumerate(requests_of(request)):
+            if number:
+                yield from self._replied(request.earlier[number - 1])
+            yield from self._said(one)
+
+    def _said(self, request: Request) -> Iterator[list[int] | MediaPart]:
+        """What a request says itself: ids of texts, and images. A prompt for a reply has no marks but its own."""
+        messages, drawn = request.messages, draws(request)
+        form = given_as(request, media=drawn)
+        if drawn and form == "prompt":
+            messages = [*messages, Message("user", [TextPart(request.prompt or "")])]
+        elif form == "prompt":
+            yield tokenized(self._tokenizer, request, self._longest, _TEXT_STAGE)
+            return
+        elif form == "prompt_token_ids":
+            yield checked_ids(request.prompt_token_ids or [], self._config.llm.vocab_size)
+            return
+        told = any(message.role == "system" or not message.content for message in messages)
+        if drawn and not told and not interleaved(request) and thinks(request):
+            yield self._text(THINK)
+        yield from self._read(messages, request)
+
+    def _replied(self, one: Earlier) -> Iterator[list[int] | MediaPart]:
+        """What the reply to a request was: its text as it was drawn, and its images; by turns, if the walk returned."""
+        if not draws(one.request) and given_as(one.request) != "messages":
+            yield ids_of(one.units)
+            return
+        marks, start, images = self._marks, 0, iter(one.images)
+        for stop in one.ends or [len(one.units)]:
+            said = ids_of(one.units[start:stop])
+            if said or not draws(one.request):
+                yield [marks.begin, *said, *([] if said[-1:] == [marks.end] else [marks.end])]
+            start = stop
+            if one.ends and (image := next(images, None)) is not None:
+                yield image
+        yield from images
+
     def _read(self, messages: list[Message], request: Request) -> Iterator[list[int] | MediaPart]:
         """The texts of a conversation as ids with their marks, and its images, in order."""
         if self._tokenizer is None:
@@ -163,8 +197,6 @@ class InputProcessor(InputStage):
                 "this checkpoint has no tokenizer; send prompt_token_ids in place of messages", field="messages"
             )
         _check_chat(messages, request.chat)
-        images = sum(isinstance(part, MediaPart) for message in messages for part in message.content)
-        self._limits.check_items(images, "messages")
         for number, message in enumerate(messages):
             for index, part in enumerate(message.content):
                 place = part.field or f"messages[{number}].content[{index}]"

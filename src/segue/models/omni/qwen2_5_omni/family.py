@@ -19,6 +19,7 @@ FAMILY = Family(
     reference_module="segue.models.omni.qwen2_5_omni.reference",
     says=says,
     options=frozenset({"use_audio_in_video", SAY}),
+    goes_on=True,
     stage_keys=frozenset({"lora", "quantization"}),
     tiny_module="segue.models.omni.qwen2_5_omni.tiny.presets",
     tiny_names=("qwen2.5-omni",),

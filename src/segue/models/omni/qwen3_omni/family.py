@@ -40,6 +40,7 @@ FAMILY = Family(
     reference_module="segue.models.omni.qwen3_omni.reference",
     says=says,
     options=frozenset({"use_audio_in_video", SAY}),
+    goes_on=True,
     stage_keys=frozenset({"lora", "quantization"}),
     tiny_module="segue.models.omni.qwen3_omni.tiny.presets",
     tiny_names=("qwen3-omni",),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 
 import msgspec
 import torch
@@ -20,6 +21,7 @@ from segue.graph.parts import TOKENS
 from segue.media.limits import MediaLimits
 from segue.messages.errors import ConfigError, InvalidRequest, NotFound, nearest, wrong
 from segue.messages.request import MediaPart, Message, Request, TextPart
+from segue.messages.units import ids_of
 from segue.models.registry import read_config
 from segue.models.shared.input_stage import InputStage
 from segue.models.shared.library import ProcessorMixin
@@ -27,6 +29,7 @@ from segue.models.shared.omni.chat import KINDS, Chat, load_chat
 from segue.models.shared.omni.medium import Expanded, MediaReader
 from segue.models.shared.omni.say import SAY, asking, text_to_say
 from segue.models.shared.placeholders import Place, check_no_media, expanded, one_each
+from segue.models.shared.text.going_on import after_a_reply, requests_of, without_second_end
 from segue.models.shared.text.prompt import (
     check_length,
     check_text,
@@ -47,6 +50,8 @@ class OmniInput(InputStage):
 
     Options: `limits`, a dict of `MediaLimits` fields.
     """
+
+    goes_on = True
 
     def __init__(
         self,
@@ -92,26 +97,24 @@ class OmniInput(InputStage):
         """The payload of one request. Raises `InvalidRequest` with the field, its value and the accepted values."""
         if request.voice is not None and request.voice not in self._voices:
             raise NotFound(f"no voice {request.voice!r}{nearest(request.voice, self._voices)}", field="voice")
-        audio = request.options.get("use_audio_in_video", False)
-        if not isinstance(audio, bool):
-            raise wrong("options.use_audio_in_video", audio, "true or false")
         reply: list[int] = []
-        if (text := text_to_say(request, _TEXT_STAGE)) is not None:
-            reply = self._reply(text, request)
-            request = msgspec.structs.replace(request, messages=asking(request.messages, text, self._speaks_as))
+        ids: list[int] = []
         media: list[Expanded] = []
-        form = given_as(request, media=True)
-        match form:
-            case "messages":
-                ids, media = self._templated(request, with_audio=audio)
-            case "prompt":
-                ids, media = self._with_media(self._tokenized(request), request, form, with_audio=audio)
-            case _:
-                ids = checked_ids(request.prompt_token_ids or [], self._vocab)
-                ids, media = self._with_media(ids, request, form, with_audio=audio)
-        ids = truncated(ids, request, _TEXT_STAGE, self._longest, media=bool(media))
+        for number, one in enumerate(requests_of(request)):
+            if number:
+                ids += ids_of(request.earlier[number - 1].units)
+            reply = []
+            if (text := text_to_say(one, _TEXT_STAGE)) is not None:
+                reply = self._reply(text, one)
+                messages = asking(one.messages, text, None if number else self._speaks_as)
+                one = msgspec.structs.replace(one, messages=messages)
+            own, shown = self._own(one, ids, follows=bool(number))
+            media += shown
+            ids = truncated([*ids, *own], one, _TEXT_STAGE, self._longest, media=bool(media))
+        if request.earlier:
+            self._check_conversation(media)
         if not own_tokens_only(request):
-            self._check_length(ids, media, form)
+            self._check_length(ids, media, given_as(request, media=True))
         seen = TOKENS in request.modalities
         entries = [entry for medium in media for entry in medium.entries]
         return {
@@ -121,6 +124,32 @@ class OmniInput(InputStage):
             **({"reply": reply} if reply else {}),
             **(client_tokens(ids, self._chat.tokenizer if self._chat is not None else None) if seen else {}),
         }
+
+    def _own(self, request: Request, before: list[int], *, follows: bool) -> tuple[list[int], list[Expanded]]:
+        """The ids of a request itself, and its media in order. `before`: the ids that it `follows`, if it does."""
+        audio = request.options.get("use_audio_in_video", False)
+        if not isinstance(audio, bool):
+            raise wrong("options.use_audio_in_video", audio, "true or false")
+        form = given_as(request, media=True)
+        match form:
+            case "messages":
+                ids, media = self._templated(request, follows=follows, with_audio=audio)
+                return (without_second_end(ids, before) if follows else ids), media
+            case "prompt":
+                return self._with_media(self._tokenized(request), request, form, with_audio=audio)
+            case _:
+                ids = checked_ids(request.prompt_token_ids or [], self._vocab)
+                return self._with_media(ids, request, form, with_audio=audio)
+
+    def _check_conversation(self, media: list[Expanded]) -> None:
+        """Check the media of several requests together. Raises `InvalidRequest`."""
+        self._limits.check_items(len(media), "messages")
+        if len({len(medium.entries) for medium in media if medium.entries[0]["kind"] == "video"}) > 1:
+            raise InvalidRequest(
+                "some videos of the conversation have an audio track and others have none; with use_audio_in_video "
+                "either all have one or none",
+                field="previous",
+            )
 
     def _reply(self, text: str, request: Request) -> list[int]:
         """The ids of a text to say; special tokens in it are plain text."""
@@ -134,8 +163,9 @@ class OmniInput(InputStage):
         """The ids of a bare prompt: no template."""
         return tokenized(self._chat.tokenizer if self._chat is not None else None, request, self._longest, _TEXT_STAGE)
 
-    def _templated(self, request: Request, *, with_audio: bool) -> tuple[list[int], list[Expanded]]:
-        """The conversation's ids, with every placeholder repeated to its medium's length, and the media in order."""
+    def _templated(self, request: Request, *, follows: bool, with_audio: bool) -> tuple[list[int], list[Expanded]]:
+        """The conversation's ids, with every placeholder repeated to its medium's length, and the media in order.
+        `follows`: only what the template writes after a reply."""
         if self._chat is None or self._reader is None:
             raise InvalidRequest(
                 "this checkpoint has no tokenizer; send prompt_token_ids in place of messages", field="messages"
@@ -143,7 +173,8 @@ class OmniInput(InputStage):
         parts = self._checked(request.messages)
         media = self._reader.read(parts, with_audio=with_audio)
         _check_audio(parts, media)
-        text = self._chat.text(request.messages, request.chat)
+        render = partial(self._chat.text, chat=request.chat)
+        text = after_a_reply(request.messages, render) if follows else render(request.messages)
         check_text(text, self._chat.tokenizer, request, self._longest, _TEXT_STAGE, "messages")
         ids = self._chat.ids(text)
         places = one_each(ids, self._placeholders(), Counter(part.kind for part in parts))

@@ -12,6 +12,7 @@ FAMILY = Family(
     graph=graph,
     stages_module="segue.models.speech.mimo_audio.stages",
     says=lambda config, model_dir: TextToSpeech(instructions=True),
+    goes_on=True,
     options=frozenset({"few_shot", "instructions", "thinking"}),
     stage_keys=frozenset({"quantization"}),
     tiny_module="segue.models.speech.mimo_audio.tiny.presets",

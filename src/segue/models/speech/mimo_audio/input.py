@@ -18,7 +18,9 @@ from segue.media.audio import decode_audio
 from segue.media.limits import MediaLimits
 from segue.messages.errors import InvalidRequest, NotFound, wrong
 from segue.messages.request import MediaPart, Message, Part, Request, TextPart
+from segue.messages.units import Unit, ids_of, rows_of
 from segue.models.shared.input_stage import InputStage
+from segue.models.shared.text.going_on import requests_of
 from segue.models.shared.text.prompt import (
     check_length,
     check_text,
@@ -55,6 +57,8 @@ class InputProcessor(InputStage):
     `MediaLimits` fields.
     """
 
+    goes_on = True
+
     def __init__(self, ctx: LoadContext) -> None:
         """Raises `ConfigError` for an unreadable checkpoint, or one without a tokenizer."""
         self._config: Config = read_config(ctx.model_dir)
@@ -81,29 +85,51 @@ class InputProcessor(InputStage):
                 f"voice is {request.voice!r}; this model has no voices: give a recording of one in a system message",
                 field="voice",
             )
-        asked, form, script = _asked(request), given_as(request), Script(self._tokenizer, self._recording)
+        script, form = Script(self._tokenizer, self._recording), given_as(request)
+        replies: list[Payload] = []
+        for number, one in enumerate(requests_of(request)):
+            if number:
+                replies += self._said(script, request.earlier[number - 1].units)
+            self._own(script, one, follows=bool(number))
+            media = bool(script.media or replies)
+            script.ids = truncated(script.ids, one, _STAGE, self._longest, media=media)
+        if not script.ids and not own_tokens_only(request):
+            raise InvalidRequest(f"{form} is empty; give at least one token", field=form)
+        if not own_tokens_only(request):
+            check_length(len(script.ids), self._longest, form)
+        self._limits.check_items(len(script.media), "messages")
+        seen = client_tokens(script.ids, self._tokenizer) if TOKENS in request.modalities else {}
+        ids = torch.tensor(script.ids, dtype=torch.long)
+        return {"token_ids": ids, "media": script.media, "replies": replies, **seen}
+
+    def _own(self, script: Script, request: Request, *, follows: bool) -> None:
+        """Write what a request says itself; `follows`: a reply is before it."""
+        asked, form = _asked(request), given_as(request)
         match form:
             case "messages":
                 self._check_texts(request)
-                _write(script, request.messages, asked)
+                (_follow if follows else _write)(script, request.messages, asked)
             case "prompt":
                 text = request.prompt or ""
                 check_text(text, self._tokenizer, request, self._longest, _STAGE, form)
-                if asked.spoken:
-                    _say(script, text, asked, None, form)
-                else:
+                if not asked.spoken:
                     script.text(text)
+                elif follows:
+                    _follow(script, [Message("user", [TextPart(text)])], asked)
+                else:
+                    _say(script, text, asked, None, form)
             case _:
-                script.ids = checked_ids(request.prompt_token_ids or [], self._config.vocab_size)
-                if id_of(self._tokenizer, EMPTY) in script.ids:
+                ids = checked_ids(request.prompt_token_ids or [], self._config.vocab_size)
+                if id_of(self._tokenizer, EMPTY) in ids:
                     raise InvalidRequest(f"{form} has {EMPTY}, the place of a recording", field=form)
-        if not script.ids and not own_tokens_only(request):
-            raise InvalidRequest(f"{form} is empty; give at least one token", field=form)
-        ids = truncated(script.ids, request, _STAGE, self._longest, media=bool(script.media))
-        if not own_tokens_only(request):
-            check_length(len(ids), self._longest, form)
-        seen = client_tokens(ids, self._tokenizer) if TOKENS in request.modalities else {}
-        return {"token_ids": torch.tensor(ids, dtype=torch.long), "media": script.media, **seen}
+                script.ids += ids
+
+    def _said(self, script: Script, units: list[Unit]) -> list[Payload]:
+        """Write a reply as it was generated. Returns its patches, and how many recordings are before them."""
+        empty = id_of(self._tokenizer, EMPTY)
+        codes = [row[1:] for row in rows_of(units) if row[0] == empty]
+        script.ids += ids_of(units)
+        return [{"after": len(script.media), "codes": torch.tensor(codes, dtype=torch.long)}] if codes else []
 
     def _check_texts(self, request: Request) -> None:
         for number, message in enumerate(request.messages):
@@ -174,10 +200,32 @@ def _write(script: Script, messages: Sequence[Message], asked: _Asked) -> None:
         raise InvalidRequest(
             "options.instructions says how to say a text, but the model is to reply", field="options.instructions"
         )
-    if asked.spoken and asked.thinking:
-        raise InvalidRequest("options.thinking is true, but a spoken reply has no thoughts", field="options.thinking")
     if voice is not None:
         script.voice(voice)
+    _converse(script, turns, asked, told)
+
+
+def _follow(script: Script, messages: Sequence[Message], asked: _Asked) -> None:
+    """Write what follows a reply that the script ends with. Raises `InvalidRequest`."""
+    for name, given in (("few_shot", asked.few_shot), ("instructions", asked.how)):
+        if given:
+            raise InvalidRequest(
+                f"options.{name} is set, but previous as well: it begins a conversation", field=f"options.{name}"
+            )
+    for number, message in enumerate(messages):
+        if message.role == "system":
+            raise wrong(f"messages[{number}].role", "system", "user or assistant in a request with previous")
+    if messages[-1].role != "user":
+        last = len(messages) - 1
+        raise wrong(f"messages[{last}].role", messages[last].role, "user: the model replies to the last message")
+    script.end_turn()
+    _converse(script, messages, asked, "")
+
+
+def _converse(script: Script, turns: Sequence[Message], asked: _Asked, told: str) -> None:
+    """Write the turns of a conversation, and begin the reply. `told`: the system message's text."""
+    if asked.spoken and asked.thinking:
+        raise InvalidRequest("options.thinking is true, but a spoken reply has no thoughts", field="options.thinking")
     for number, message in enumerate(turns):
         if message.role == "assistant":
             _replied(script, message)

@@ -44,6 +44,8 @@ class _State:
     """[T]; each patch of a recording is one `<|empty|>`."""
     recordings: dict[int, Tensor] = field(default_factory=dict)
     """By place in the prompt: [patches, G · K]."""
+    replies: list[tuple[int, Tensor]] = field(default_factory=list)
+    """Of earlier replies: how many recordings are before it, and its patches."""
     prompted: bool = False
 
 
@@ -99,12 +101,16 @@ class LLM:
             state.recordings.update((item["index"], item["codes"]) for item in payload["media"])
         else:
             state.ids = payload["token_ids"].cpu()
+            state.replies = [(one["after"], one["codes"].cpu()) for one in payload.get("replies", [])]
         if state.prompted or state.ids is None:
             return Fed()
-        if sum(map(len, state.recordings.values())) < int((state.ids == self._empty).sum()):
+        patches = [((index, 1), codes) for index, codes in state.recordings.items()]
+        patches += [((before, 0), codes) for before, codes in state.replies]
+        if sum(len(codes) for _, codes in patches) < int((state.ids == self._empty).sum()):
             return Fed()
         state.prompted = True
-        return Fed(prompt=self._prompt(state.ids, [state.recordings[index] for index in sorted(state.recordings)]))
+        patches.sort(key=lambda one: one[0])  # of replies with equally many recordings before them, the order stays
+        return Fed(prompt=self._prompt(state.ids, [codes for _, codes in patches]))
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor, conditioning: Tensor | None) -> Tensor:

@@ -59,6 +59,13 @@ class Script:
         self.mark(TURN_END)
         self.text("\n")
 
+    def end_turn(self) -> None:
+        """End the turn of a reply, whose end the model may have drawn."""
+        if self.ids[-1:] == [id_of(self.tokenizer, TURN_END)]:
+            self.text("\n")
+        else:
+            self.close()
+
     def audio(self, part: MediaPart) -> None:
         item, patches = self.recording(part)
         self.media.append(item)

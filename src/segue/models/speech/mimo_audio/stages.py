@@ -8,12 +8,14 @@ Payloads, by edge. `T` text tokens, `G` frames of a patch, `K` codes of a frame.
       "token_ids": LongTensor [T],     # an `<|empty|>` per patch of a recording
       "media": [{"hash": bytes,        # equal hash means equal samples
                  "samples": FloatTensor [samples]}],   # at the audio tokenizer's rate; in prompt order
+      "replies": [{"after": int,       # of a request that goes on from others: recordings before a reply of theirs
+                   "codes": LongTensor [patches, G · K]}],   # in prompt order
     }
 
 and `"tokens"` (`segue.models.shared.text.prompt.client_tokens`) if the client requested them: the worker removes this
 entry.
 
-**input → encoder** (`recordings`): `{"media": [as above]}`. **input → llm** (`prompt_ids`): `{"token_ids": …}`.
+**input → encoder** (`recordings`): `{"media": [as above]}`. **input → llm** (`prompt`): the ids and `"replies"`.
 
 **encoder → llm** (`whole`): one chunk per recording:
 `{"media": [{"index": int, "codes": LongTensor [patches, G · K]}]}`.
@@ -30,13 +32,18 @@ from typing import Any
 import torch
 
 from segue.engines.autoregressive.output import TokenOutput
-from segue.engines.contract import Payload, StageRequest, Transfer
-from segue.models.shared.speech.transfers import prompt_ids, recordings
+from segue.engines.contract import Payload, StageOutput, StageRequest, Transfer
+from segue.models.shared.speech.transfers import recordings
 from segue.models.shared.transfers import whole
 from segue.models.speech.mimo_audio.encoder import RecordingEncoder
 from segue.models.speech.mimo_audio.input import InputProcessor
 from segue.models.speech.mimo_audio.llm import LLM
 from segue.models.speech.mimo_audio.vocoder import Vocoder
+
+
+def prompt(request: StageRequest, output: StageOutput) -> Payload | None:
+    """input → llm: all but the recordings."""
+    return None if output.payload is None else {key: output.payload[key] for key in ("token_ids", "replies")}
 
 
 def patches(request: StageRequest, output: TokenOutput) -> Payload | None:
@@ -54,7 +61,7 @@ STAGE_MODELS: dict[str, Callable[..., Any]] = {
 }
 TRANSFERS: dict[tuple[str, str], Transfer] = {
     ("input", "encoder"): recordings,
-    ("input", "llm"): prompt_ids,
+    ("input", "llm"): prompt,
     ("encoder", "llm"): whole,
     ("llm", "vocoder"): patches,
 }

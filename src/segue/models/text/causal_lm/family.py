@@ -42,6 +42,7 @@ FAMILY = Family(
     reference_module="segue.models.text.causal_lm.reference",
     chats=chats,
     appends=True,
+    goes_on=True,
     stage_keys=frozenset({"lora", "quantization"}),
     tiny_module="segue.models.text.causal_lm.tiny",
     tiny_names=TINY,

@@ -8,12 +8,14 @@ from segue.engines.contract import LoadContext, Payload
 from segue.graph.parts import TOKENS
 from segue.media.arrays import EMBEDS
 from segue.messages.errors import InvalidRequest
-from segue.messages.request import Request, TextPart
+from segue.messages.request import Message, Request, TextPart
+from segue.messages.units import ids_of
 from segue.models.shared.checkpoint.pretrained import load_config
 from segue.models.shared.decoder.generation import context_length
 from segue.models.shared.input_stage import InputStage
 from segue.models.shared.library import PreTrainedTokenizerBase
 from segue.models.shared.text.chat_template import goes_through_parts, read_chat_template
+from segue.models.shared.text.going_on import after_a_reply, requests_of, without_second_end
 from segue.models.shared.text.prompt import (
     check_length,
     check_text,
@@ -36,6 +38,7 @@ class InputProcessor(InputStage):
     """Accepts messages, a bare prompt or token ids."""
 
     takes_embeds = True
+    goes_on = True
 
     def __init__(self, ctx: LoadContext) -> None:
         config = load_config(ctx)
@@ -53,22 +56,37 @@ class InputProcessor(InputStage):
     def process(self, request: Request) -> Payload:
         """The payload of one request. Raises `InvalidRequest` with the field, its value and the accepted values."""
         form = given_as(request, embeds=True)
+        whole = requests_of(request)
+        if request.earlier and any(one.prompt_embeds is not None or one.embedded() for one in whole):
+            raise InvalidRequest(
+                "previous is set, but a part of the conversation is prompt_embeds: send it whole", field="previous"
+            )
         if form == "prompt_embeds":
             return self._embedded(request)
         if parts := request.embedded():
             return self._embedded_parts(request, parts)
-        match form:
-            case "messages":
-                ids = self._templated(request, self._tokenizer)
-            case "prompt":
-                ids = tokenized(self._tokenizer, request, self._longest, _TEXT_STAGE)
-            case _:
-                ids = checked_ids(request.prompt_token_ids or [], self._vocab)
-        ids = truncated(ids, request, _TEXT_STAGE, self._longest)
+        ids: list[int] = []
+        for number, one in enumerate(whole):
+            if number:
+                ids += ids_of(request.earlier[number - 1].units)
+            ids += self._own_ids(one, ids, follows=bool(number))
+            ids = truncated(ids, one, _TEXT_STAGE, self._longest)
         if not own_tokens_only(request):
             check_length(len(ids), self._longest, form)
         seen = client_tokens(ids, self._tokenizer) if TOKENS in request.modalities else {}
         return {"token_ids": torch.tensor(ids, dtype=torch.long), **seen}
+
+    def _own_ids(self, request: Request, before: list[int], *, follows: bool) -> list[int]:
+        """The ids of a request itself. `before`: those that it `follows`, if it does."""
+        match given_as(request):
+            case "messages" if follows:
+                return without_second_end(self._templated(request, self._tokenizer, follows=True), before)
+            case "messages":
+                return self._templated(request, self._tokenizer)
+            case "prompt":
+                return tokenized(self._tokenizer, request, self._longest, _TEXT_STAGE)
+            case _:
+                return checked_ids(request.prompt_token_ids or [], self._vocab)
 
     def _embedded(self, request: Request) -> Payload:
         check_idless(request, _TEXT_STAGE, EMBEDS)
@@ -85,8 +103,10 @@ class InputProcessor(InputStage):
         check_length(len(ids), self._longest, "messages")
         return {"token_ids": torch.tensor(ids, dtype=torch.long), "embeds": torch.cat(rows)}
 
-    def _templated(self, request: Request, tokenizer: PreTrainedTokenizerBase | None, mark: str = "") -> list[int]:
-        """Render and tokenize. `mark`: stands for parts that are embeddings."""
+    def _templated(
+        self, request: Request, tokenizer: PreTrainedTokenizerBase | None, mark: str = "", *, follows: bool = False
+    ) -> list[int]:
+        """Render and tokenize. `mark`: stands for parts that are embeddings. `follows`: only what follows a reply."""
         if tokenizer is None:
             raise InvalidRequest(
                 "this checkpoint has no tokenizer; send prompt_token_ids in place of messages", field="messages"
@@ -96,8 +116,14 @@ class InputProcessor(InputStage):
                 "this checkpoint has no chat template; send a prompt or prompt_token_ids in place of messages",
                 field="messages",
             )
-        conversation = text_conversation(request.messages, in_parts=goes_through_parts(self._template), mark=mark)
-        text = templated(tokenizer, self._template, conversation, request.chat)
+        in_parts, template = goes_through_parts(self._template), self._template
+
+        def render(messages: list[Message]) -> str:
+            return templated(
+                tokenizer, template, text_conversation(messages, in_parts=in_parts, mark=mark), request.chat
+            )
+
+        text = after_a_reply(request.messages, render) if follows else render(request.messages)
         check_text(text, tokenizer, request, self._longest, _TEXT_STAGE, "messages")
         # the template has written the special tokens
         ids = list(tokenizer(text, add_special_tokens=bool(request.add_special_tokens))["input_ids"])

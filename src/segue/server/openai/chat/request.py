@@ -118,7 +118,11 @@ class ChatBody(CommonBody, kw_only=True):
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    store: bool | None = None
+    """Keep the completion, so that another can go on from it."""
     # additional (and vLLM's)
+    previous_response_id: str | None = None
+    """The id of a stored completion that this one goes on from, in place of the messages up to its reply."""
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -138,7 +142,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     "service_tier": ("auto", "default"),
-    "store": (False,),
     "moderation": (),
     "echo": (False,),
     "prompt_embeds": (),
@@ -229,11 +232,13 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
     if as_one:
         sampling = together(sampling, choices, card)
     seeds = seeds_of(body, 1 if as_one else choices)
+    if body.store and choices > 1:
+        raise wrong("n", choices, "1 if store is true: others go on from one reply")
     messages = _messages(body, card, settings)
     options = chat_options(body, dialect, tools)
 
     answering = answering_fields(body, card, "chatcmpl", now, named)
-    answering["written"] |= of_stages
+    answering["written"] |= {**of_stages, "previous": "previous_response_id", "keep": "store"}
     if body.prompt_token_ids is not None:  # stages after the tokenizer cannot tell ids from messages
         answering["written"]["messages"] = "prompt_token_ids"
     request_id = new_id("chatcmpl")
@@ -256,6 +261,8 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
             diffusion=diffusion,
             seed=seed,
             return_prompt_ids=answering["return_token_ids"] or answering["continuous_usage"],
+            keep=answering["completion_id"] if body.store else "",
+            previous=body.previous_response_id,
             **common,
         )
         for index, seed in enumerate(seeds)
