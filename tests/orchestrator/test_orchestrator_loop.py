@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 from collections.abc import Iterator
@@ -14,11 +15,14 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from toy_system import Gate, System, collect, kill, pid_of
 
-from segue.messages.deltas import Delta
+from segue.messages.deltas import Delta, EncodedDelta
 from segue.messages.errors import InvalidRequest, SegueError, StageFailed
+from segue.messages.formats import Format
 from segue.messages.sampling import SamplingParams
+from segue.messages.stats import WorkerStats
 from segue.orchestrator.omni import AsyncOmni
 from segue.orchestrator.outputs import RequestOutput
 
@@ -183,6 +187,77 @@ def test_a_client_that_leaves(loop: System, tmp_path: Path, stage: str, at: int)
             await nothing_left(omni)
 
     loop.run(body)
+
+
+def test_visits_stay_with_the_replica_that_holds_the_sequence(loop: System, tmp_path: Path) -> None:
+    async def body() -> None:
+        twice = {name: {"replicas": 2} for name in ("writer", "draw", "show", "see")}
+        async with loop.own(stages=twice) as omni:
+            await all_ready(omni)
+            cases = [(text, every) for text in ("one", "two", "three", "a tale") for every in (1, 2)]
+            outputs = await asyncio.gather(*(collect(omni, draws(text, every=every)) for text, every in cases))
+            for output, (text, every) in zip(outputs, cases, strict=True):
+                assert_drawn(output, text, every)
+            await nothing_left(omni)
+            read = [stage.values["prefill_tokens_total"] for stage in stages_of(omni, "writer")]
+            assert min(read) > 0, "both serve"
+            # a visit reads what came back, and the token that was drawn last before it: nothing is computed again
+            assert sum(read) == sum(len(text) + 4 * visits(text, every) for text, every in cases)
+            gate = Gate(tmp_path)
+            prompt = draws("a tale", "audio", every=1, hold=gate.option("see", 1))
+            asking = asyncio.create_task(collect(omni, prompt))
+            held = await gate.reached()
+            [state] = omni.orchestrator.requests.values()
+            holding = omni.orchestrator.replicas.by_worker(state.stages["writer"].worker)
+            assert holding is not None
+            assert holding.pid is not None
+            gate.remove()
+            await kill(holding.pid)
+            os.close(held)
+            output = await asking
+            assert_drawn(output, "a tale")
+            assert output.metrics.attempts == 2
+            await nothing_left(omni)
+
+    loop.run(body)
+
+
+def test_images_of_all_visits_are_files(loop: System) -> None:
+    async def body() -> None:
+        async with loop.shared() as omni:
+            request = omni.request(draws("a tale", every=1))
+            request.formats = {"image": Format(name="png")}
+            files: dict[int, bytes] = {}
+            async for delta in omni.stream(request):
+                if isinstance(delta, EncodedDelta):
+                    assert (delta.kind, delta.last) == ("image", True)
+                    files[delta.index] = files.get(delta.index, b"") + delta.data
+            values = [Image.open(io.BytesIO(files[index])).getpixel((0, 0)) for index in sorted(files)]
+            assert values == [(value,) * 3 for value in reference("a tale", 1)[1]]
+            spoken = omni.request(draws("a tale", "audio", every=1))
+            spoken.formats = {"audio": Format(name="wav")}
+            with pytest.raises(InvalidRequest, match="stage 'tone' may be visited several times") as caught:
+                await anext(omni.stream(spoken))
+            assert caught.value.field == "formats.audio"
+            await nothing_left(omni)
+
+    loop.run(body)
+
+
+def visits(text: str, every: int) -> int:
+    """Times that the writer is visited again."""
+    _, values, bound, _ = reference(text, every)
+    return len(values) - bound
+
+
+def stages_of(omni: AsyncOmni, name: str) -> list[WorkerStats]:
+    """The latest stats of a stage's replicas."""
+    return [stage for stats in omni.orchestrator.stats.values() for stage in stats.stages if stage.stage == name]
+
+
+async def all_ready(omni: AsyncOmni) -> None:
+    while any(replica.state != "ready" for replica in omni.orchestrator.replicas.all):
+        await asyncio.sleep(0)
 
 
 async def nothing_left(omni: AsyncOmni) -> None:

@@ -231,6 +231,7 @@ class Orchestrator:
         queue = ClientQueue(self.plan.limits.unread_bytes)
         main = self.graph.main_of(request.member)
         state = RequestState(request=request, walk=walk, main=main, queue=queue, after=after)
+        self._check_files(state)
         head = state.course.head
         if head is not None and kind_of(self.plan.stages[head].engine).holds:
             if request.open:
@@ -253,6 +254,17 @@ class Orchestrator:
         self._idle.clear()
         self._launch(state, set(state.stages))
         return state
+
+    @staticmethod
+    def _check_files(state: RequestState) -> None:
+        """Raise `InvalidRequest` for a file of audio that is made in several visits: each would begin a file."""
+        for name in sorted(state.course.again):
+            if "audio" in state.walk[name].encoded:
+                raise InvalidRequest(
+                    f"formats.audio is given, but stage {name!r} may be visited several times, and what it says in all "
+                    "visits makes no file: leave it out, to get samples",
+                    field="formats.audio",
+                )
 
     def _begin_visits(self, state: RequestState) -> list[str]:
         """Begin the visits that can begin now, without launching them. Returns them."""

@@ -125,3 +125,19 @@ def test_killed_in_a_later_visit(system: System, undisturbed: RequestOutput, sta
     output = system.run(body())
     assert output.text == undisturbed.text
     np.testing.assert_array_equal(np.asarray(output.images[0]), np.asarray(undisturbed.images[0]))
+
+
+@pytest.mark.nightly
+def test_ranks_and_replicas(checkpoints: Path, undisturbed: RequestOutput) -> None:
+    """The model that is returned to has two ranks, the one that looks at the images two replicas."""
+    stages = {"write.llm": {"tensor_parallel": 2}, "judge.llm": {"replicas": 2}, "draw.denoiser": {"replicas": 2}}
+    system = System(EXAMPLE, stages=stages)
+    try:
+        outputs = system.ask(*(prompt("write.text", "draw.image", "judge.text") for _ in range(2)))
+    finally:
+        system.close()
+    for output in outputs:
+        assert {name: one.text for name, one in output.models.items()} == {
+            name: one.text for name, one in undisturbed.models.items()
+        }
+        np.testing.assert_array_equal(np.asarray(output.images[0]), np.asarray(undisturbed.images[0]))

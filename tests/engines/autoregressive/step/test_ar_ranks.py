@@ -26,6 +26,7 @@ from segue.engines.autoregressive.speculation.ngram import NgramDrafter
 from segue.engines.autoregressive.speculation.speculation import Speculation
 from segue.engines.contract import Payload
 from segue.messages.errors import StageFailed
+from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams, StructuredOutput
 from segue.parallel.group import ReplicaBroken
 from segue.parallel.ranks import ALONE, Ranks
@@ -165,6 +166,35 @@ def test_blocks_of_a_sequence_that_holds_are_given_back_by_the_clock_of_rank_0()
         now[0] = 6.0
         play.drive.run()
         assert made.lead.stats()["held_blocks"] == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_visits_and_what_is_kept_after_them(ahead: bool) -> None:
+    """A walk that returns three times; and then a request that goes on from what was kept."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=5)
+
+    def told(run: AutoregressiveEngine) -> list[int]:
+        play = Play(run)
+        request = Request(request_id="r", keep="r")
+        run.add(stage_request("r", sampling=sampling, request=request, to_client=TEXT, returns=True))
+        for ids in (LONG[0][:9], LONG[0][9:13], LONG[1][:3]):
+            run.feed("r", "input", {"ids": ids}, final=True)
+            run.go_on("r")
+            play.drive.run()
+        run.close("r")
+        play.drive.run()
+        assert play.drive.results["r"].last.finished
+        assert run.stats()["held_blocks"] > 0
+        read = play.drive.results["r"].token_ids
+        said = [*LONG[0][:9], *read[:5], *LONG[0][9:13], *read[5:10], *LONG[1][:3], *read[10:]]
+        play.add("more", [*said, *LONG[1][:6]], sampling)
+        play.drive.run()
+        assert run.stats()["prefix_hit_tokens_total"] == (len(said) - 1) // 4 * 4
+        return [*read, *play.drive.results["more"].token_ids]
+
+    expected = told(engine(ahead=ahead))
+    with replica(lambda ranks: engine(ranks, ahead=ahead)) as made:
+        assert told(made.lead) == expected
 
 
 @pytest.mark.parametrize("beams", [None, 2])
