@@ -14,7 +14,7 @@ from segue.messages.sampling import SamplingParams
 from segue.models.omni.qwen3_omni.family import voices
 from segue.models.omni.qwen3_omni.graph import graph
 from segue.models.omni.qwen3_omni.talker import Talker
-from segue.models.omni.qwen3_omni.vocoder.vocoder import Code2Wav
+from segue.models.omni.qwen3_omni.vocoder import Code2Wav
 
 
 @pytest.fixture(scope="module")

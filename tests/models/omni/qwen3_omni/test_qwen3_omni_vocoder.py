@@ -13,8 +13,8 @@ from qwen3_omni_family import context, library_model, stage_request
 from segue.engines.contract import StageOutput
 from segue.engines.module.engine import ModuleConfig, ModuleEngine
 from segue.messages.errors import ConfigError, StageFailed
-from segue.models.omni.qwen3_omni.vocoder.vocoder import Code2Wav
-from segue.models.shared.speech.vocoder import GROUPS
+from segue.models.omni.qwen3_omni.vocoder import Code2Wav
+from segue.models.shared.speech.pieces import GROUPS
 
 WITHIN = 1e-4
 FRAMES = (1, 2, 3, 7, 21, 80, 160)
@@ -166,9 +166,9 @@ def test_an_utterance_without_a_frame_has_no_samples(vocoder: Code2Wav) -> None:
 @pytest.mark.parametrize(
     ("codes", "start", "message"),
     [
-        (codes_of(2), 3, "frames 0 to 2 of request 'r' never came"),
+        (codes_of(2), 3, "rows 0 to 2 of request 'r' never came"),
         (torch.full((1, 4), 64), 0, "code 64 is outside the codebook, which has codes 0 to 63"),
-        (torch.zeros(2, 3, dtype=torch.long), 0, r"frames of \[3\] codes came; the vocoder takes 4"),
+        (torch.zeros(2, 3, dtype=torch.long), 0, r"rows of \[3\] codes came; the vocoder takes 4"),
     ],
 )
 def test_wrong_codes_are_named(vocoder: Code2Wav, codes: torch.Tensor, start: int, message: str) -> None:
@@ -184,7 +184,7 @@ def test_what_a_request_holds_does_not_grow(vocoder: Code2Wav) -> None:
         for work in vocoder.feed(state, "talker", {"codes": codes_of(frames), "start": 0}, final=False):
             vocoder.run([work])
         assert state.past is not None
-        held.append(sum(kept.untyped_storage().nbytes() for kept in state.past) + state.codes.nbytes)
+        held.append(sum(kept.untyped_storage().nbytes() for kept in state.past) + state.frames.nbytes)
     assert held[0] == held[1]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from segue.engines.contract import StageOutput
 from segue.engines.module.engine import ModuleConfig, ModuleEngine
 from segue.messages.errors import ConfigError, StageFailed
-from segue.models.shared.speech.vocoder import GROUPS
+from segue.models.shared.speech.pieces import GROUPS
 from segue.models.speech.csm.codec import Vocoder
 
 WITHIN = 1e-4
@@ -162,7 +162,7 @@ def test_what_a_request_holds_does_not_grow(vocoder: Vocoder) -> None:
         for work in vocoder.feed(state, "backbone", {"codes": codes_of(frames), "start": 0}, final=False):
             vocoder.run([work])
         assert state.past is not None
-        held.append(sum(kept.untyped_storage().nbytes() for kept in state.past) + state.codes.nbytes)
+        held.append(sum(kept.untyped_storage().nbytes() for kept in state.past) + state.frames.nbytes)
     assert held[0] == held[1]
 
 

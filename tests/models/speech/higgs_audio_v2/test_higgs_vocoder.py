@@ -9,9 +9,10 @@ import torch
 from higgs_family import CASES, context, decoded, expected, stage_request
 
 from segue.messages.errors import ConfigError, StageFailed
+from segue.models.shared.speech.vocoder import Utterance
 from segue.models.speech.higgs_audio_v2.loading import CODEC
 from segue.models.speech.higgs_audio_v2.tiny import presets as tiny
-from segue.models.speech.higgs_audio_v2.vocoder import Utterance, Vocoder, reach
+from segue.models.speech.higgs_audio_v2.vocoder import Vocoder, reach
 
 HOP = 960
 
@@ -66,12 +67,13 @@ def test_of_utterances_that_ended(tiny_dir: Path, vocoder: Vocoder) -> None:
 
 def test_samples_depend_on_no_frame_out_of_reach(vocoder: Vocoder) -> None:
     """On every frame within it but the outermost, which rounding up may add."""
-    behind, ahead = reach(vocoder.library_codec.acoustic_decoder)
+    codec = vocoder.decoder.library_codec
+    behind, ahead = reach(codec.acoustic_decoder)
     codes = torch.randint(0, 64, (1, 8, 60), generator=torch.Generator().manual_seed(1))
     other = codes.clone()
     other[:, :, 30] = (other[:, :, 30] + 7) % 64
     with torch.inference_mode():
-        apart = (vocoder.library_codec(codes) - vocoder.library_codec(other))[0].view(60, HOP).abs().amax(dim=1)
+        apart = (codec(codes) - codec(other))[0].view(60, HOP).abs().amax(dim=1)
     changed = apart.nonzero()[:, 0].tolist()
     assert 30 - ahead <= changed[0] <= 30 - ahead + 2
     assert 30 + behind - 2 <= changed[-1] <= 30 + behind
@@ -116,7 +118,7 @@ def test_a_checkpoint_without_its_codec_is_named(tmp_path: Path) -> None:
 
 def test_every_part_is_heard(tiny_dir: Path, vocoder: Vocoder) -> None:
     spoilt = Vocoder(context(tiny_dir, "vocoder"))
-    codec, rows = spoilt.library_codec, drawn(40)
+    codec, rows = spoilt.decoder.library_codec, drawn(40)
     parts = (codec.quantizer.quantizers[7].project_out, codec.fc2, codec.acoustic_decoder.block[4].res_unit3)
     for part in parts:
         hook = part.register_forward_hook(lambda module, given, out: 1.5 * out)

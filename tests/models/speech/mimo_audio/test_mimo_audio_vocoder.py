@@ -55,7 +55,7 @@ def test_recordings_differ() -> None:
 
 @pytest.mark.parametrize("frames", [int(name.partition(".")[2]) for name in golden() if name.startswith("decoded.")])
 def test_one_call_gives_the_published_samples(vocoder: Vocoder, frames: int) -> None:
-    [wave] = vocoder.net(drawn_codes(frames)[None])
+    [wave] = vocoder.decoder.net(drawn_codes(frames)[None])
     assert len(wave) == SAMPLES * frames
     torch.testing.assert_close(wave[::EVERY], golden()[f"decoded.{frames}"], atol=WITHIN, rtol=0)
     assert 0.02 < float(wave.square().mean().sqrt()) < 0.5
@@ -120,10 +120,10 @@ def test_in_a_batch_of_utterances_at_different_places(vocoder: Vocoder) -> None:
 def test_every_part_counts(tiny_dir: Path, part: str) -> None:
     """One part of the network gives other than it should: the samples are others."""
     spoilt = Vocoder(context(tiny_dir, "vocoder"))
-    for book in spoilt.net.quantizer.books if part == "quantizer" else ():
+    for book in spoilt.decoder.net.quantizer.books if part == "quantizer" else ():
         book.embed.mul_(1.2).add_(0.1)
-    spoilt.net.get_submodule(part).register_forward_hook(lambda module, given, out: 1.5 * out.roll(1, -1))
-    wave = spoilt.net(drawn_codes(60)[None])[0, ::EVERY]
+    spoilt.decoder.net.get_submodule(part).register_forward_hook(lambda module, given, out: 1.5 * out.roll(1, -1))
+    wave = spoilt.decoder.net(drawn_codes(60)[None])[0, ::EVERY]
     assert float((wave - golden()["decoded.60"]).abs().max()) > 1e-3
 
 

@@ -74,5 +74,5 @@ def test_in_a_batch(vocoder, library):
 
 def test_a_latent_of_another_width_fails_its_request(vocoder):
     utterance, _ = vocoder.begin(stage_request("vocoder", "r"))
-    with pytest.raises(StageFailed, match=f"frames of \\[3\\] codes came; the vocoder takes {WIDTH}"):
+    with pytest.raises(StageFailed, match=f"rows of \\[3\\] codes came; the vocoder takes {WIDTH}"):
         vocoder.feed(utterance, "backbone", {"codes": torch.zeros(2, 3), "start": 0}, final=True)

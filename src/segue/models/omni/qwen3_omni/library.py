@@ -20,7 +20,6 @@ from transformers.conversion_mapping import (
 )
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeAudioEncoder,
-    Qwen3OmniMoeCausalTransConvNet,
     Qwen3OmniMoeCode2Wav,
     Qwen3OmniMoePreTrainedModelForConditionalGeneration,
     Qwen3OmniMoeVisionEncoder,
@@ -29,7 +28,6 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 __all__ = [
     "PreTrainedModel",
     "Qwen3OmniMoeAudioEncoder",
-    "Qwen3OmniMoeCausalTransConvNet",
     "Qwen3OmniMoeCode2Wav",
     "Qwen3OmniMoeConfig",
     "Qwen3OmniMoeForConditionalGeneration",

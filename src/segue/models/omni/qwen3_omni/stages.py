@@ -60,7 +60,7 @@ from segue.models.omni.qwen3_omni.input import InputProcessor
 from segue.models.omni.qwen3_omni.prompt import FACTS
 from segue.models.omni.qwen3_omni.talker import Talker
 from segue.models.omni.qwen3_omni.thinker import Thinker
-from segue.models.omni.qwen3_omni.vocoder.vocoder import Code2Wav
+from segue.models.omni.qwen3_omni.vocoder import Code2Wav
 from segue.models.shared.omni.transfers import media_tensors, prompt_facts
 from segue.models.shared.speech.transfers import code_rows
 from segue.models.shared.transfers import whole

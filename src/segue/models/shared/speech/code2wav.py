@@ -21,6 +21,9 @@ from segue.models.shared.speech.library import (
 )
 from segue.models.shared.speech.pieces import Carry, Ring, window
 
+FRAME_RATE = 12.5
+"""Frames of codes per second in both families."""
+
 
 class UpsamplingConv(nn.Module):
     """A transposed convolution that gives `stride` samples per input: the first are those of the first input alone."""

@@ -1,13 +1,15 @@
-"""Run a causal network over pieces of utterances: each piece continues where the one before it ended.
+"""Decode utterances piece by piece, and run causal networks over pieces: each continues where the one before it ended.
 
-Each layer of such a network has a bounded left context and no look-ahead. The left context is kept per utterance
-(`Past`), so that the pieces of an utterance, in any split, give what one call over the whole utterance gives.
+Each layer of a causal network has a bounded left context and no look-ahead. The left context is kept per utterance
+(`Past`), so that the pieces of an utterance, in any split, give what one call over the whole utterance gives. Networks
+that look ahead are in `windows`.
 
 B utterances, n frames of each, K codes or numbers per frame, C channels, t samples at a layer's own rate.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,8 +17,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from segue.models.shared.speech.rows import check_codes
+
+GROUPS = (2, 2, 4, 4, 8)
+"""Frames of an utterance's first, second, … piece in a causal network; the last entry repeats. Later pieces grow, as
+each costs a call of every layer."""
+
 Past = list[Tensor]
-"""Left context of the layers for one utterance, in the order of their calls: [C, t], or [heads, frames, head_dim]."""
+"""What a decoder keeps of one utterance. A causal network: the left context of its layers in the order of their calls,
+[C, t], or [heads, frames, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,26 +33,69 @@ class Piece:
     """The next frames of one utterance."""
 
     codes: Tensor
-    """[K, n], n ≥ 1: codes (long) or numbers (float32)."""
+    """[K, n + ahead], n ≥ 1: codes (long) or numbers (float32)."""
     first: int
     """Frames of the utterance before these."""
     past: Past | None
     """None at its first frame."""
+    ahead: int = 0
+    """How many frames at the end of `codes` belong to later pieces."""
 
 
 class PieceDecoder(Protocol):
-    """A network that decodes utterances piece by piece."""
+    """A network that decodes utterances piece by piece, and what its pieces are."""
 
+    row: int
+    """Codes or numbers of a row as it arrives."""
     groups: int
     """K."""
+    dtype: torch.dtype
+    """Of rows: long for codes, float32 for numbers."""
+    counts: tuple[int, ...]
+    """Frames of an utterance's first, second, … piece; the last entry repeats."""
+    behind: int
+    """At most so many frames before a piece are decoded with it again."""
+    ahead: int
+    """Frames after a piece that are decoded with it, unless the utterance ends before them."""
 
-    @property
-    def codebook(self) -> int | None:
-        """Codes of each codebook; None: frames are rows of numbers."""
+    def frames(self, rows: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """[m, row] the rows that are not used up; the first has index `first` in the utterance → ([n, K] the frames
+        that they complete, the rows that later frames need too). Raises `StageFailed` for codes that do not exist."""
 
     def decode(self, pieces: Sequence[Piece]) -> list[tuple[Tensor, Past | None]]:
-        """Pieces of equal length, all of them the first of their utterance or none: (samples [t] on the CPU, the
+        """Pieces of equal shape, all of them the first of their utterance or none: (samples [t] on the CPU, the
         utterance's new past) of each."""
+
+
+class CausalDecoder(ABC):
+    """`PieceDecoder` over a causal network. A row is a frame."""
+
+    counts: tuple[int, ...] = GROUPS
+    behind = ahead = 0
+
+    def __init__(self, groups: int, codebook: int | None, device: torch.device) -> None:
+        """`codebook`: codes of each codebook; None: frames are rows of numbers."""
+        self.row = self.groups = groups
+        self.dtype = torch.float32 if codebook is None else torch.long
+        self.device = device
+        self._codebook = codebook
+
+    @abstractmethod
+    def waves(self, codes_BKn: Tensor, first: Tensor, carry: Carry) -> Tensor:
+        """[B, K, n] on `device`, whose frame i is frame first[b] + i of utterance b → samples [B, t]."""
+
+    def frames(self, rows: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        if self._codebook is not None:
+            check_codes(rows, self._codebook)
+        return rows, rows[:0]
+
+    @torch.inference_mode()
+    def decode(self, pieces: Sequence[Piece]) -> list[tuple[Tensor, Past | None]]:
+        carry = Carry(pieces)
+        codes_BKn = torch.stack([piece.codes for piece in pieces]).to(self.device)
+        first = torch.tensor([piece.first for piece in pieces], device=self.device)
+        waves = self.waves(codes_BKn, first, carry).float().cpu()
+        return [(wave.clone(), past) for wave, past in zip(waves, carry.pasts(), strict=True)]
 
 
 class Carry:

@@ -1,14 +1,22 @@
-"""Run the layers of the library's SEANet decoders over pieces of utterances. Families name the library's classes, which
-differ by model."""
+"""Run the library's SEANet decoders, Mimi's and its like's, over pieces of utterances. Families name the library's
+classes, which differ by model.
+
+Every layer has a bounded left context and no look-ahead: attention its window of positions, a convolution its kernel, a
+transposed convolution the inputs that overlap an output. n frames give n times as many samples as one, from the first
+frame on.
+
+B utterances, n frames of each, C channels, t samples at a layer's own rate.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from segue.models.shared.speech.pieces import Carry
+from segue.models.shared.speech.pieces import Carry, Ring, window
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +26,35 @@ class Kinds:
     conv: type[Any]
     transposed: type[Any]
     residual: type[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """What comes after the quantizer: up-sampling, a transformer, the layers of SEANet."""
+
+    upsample: Any
+    """None: there is none."""
+    transformer: Any
+    layers: Sequence[Any]
+    window: int
+    """Positions that the transformer's attend to, the current one included."""
+    kinds: Kinds
+
+    def waves(self, x_BCn: Tensor, first: Tensor, carry: Carry) -> Tensor:
+        """Frame i of utterance b is its frame first[b] + i → samples [B, t]."""
+        x = x_BCn if self.upsample is None else run(self.upsample, x_BCn, carry, self.kinds)
+        rate = x.shape[-1] // x_BCn.shape[-1]
+        positions, mask = window(first * rate, x.shape[-1], self.window)
+        x = self.transformer(
+            x.transpose(1, 2),
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=Ring(carry, self.window - 1),
+            use_cache=False,
+        ).last_hidden_state.transpose(1, 2)
+        for layer in self.layers:
+            x = run(layer, x, carry, self.kinds)
+        return x[:, 0]
 
 
 def run(layer: Any, x: Tensor, carry: Carry, kinds: Kinds) -> Tensor:

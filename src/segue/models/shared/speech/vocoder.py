@@ -1,15 +1,15 @@
-"""A vocoder as a streaming stage: chunks of codes in, chunks of waveform out.
+"""A vocoder as a streaming stage: chunks of rows in, chunks of waveform out.
 
-An utterance is decoded in pieces, whose lengths depend only on their index (`GROUPS`): the samples do not depend on how
-codes arrived, on load, or on the rest of the batch, and are those of one call over the whole utterance. The last frame
-is decoded with the samples of all frames before it: there is no look-ahead.
+An utterance is decoded in pieces, whose lengths depend only on their index, that of the last one on what is left: the
+samples do not depend on how rows arrived, on load, or on the rest of the batch.
 
-A request holds, whatever the length of its utterance, the network's left context (`pieces`), and the codes of a
+A request holds, whatever the length of its utterance, what the network keeps of it (`pieces`), and the frames of a
 piece that is not complete yet.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +19,14 @@ from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
 from segue.messages.errors import ConfigError, StageFailed, nearest
 from segue.models.shared.speech.pieces import Past, Piece, PieceDecoder
+from segue.models.shared.speech.rows import new_rows
 
-GROUPS = (2, 2, 4, 4, 8)
-"""Frames of an utterance's first, second, … piece; the last entry repeats. Later pieces grow, as each costs a call of
-every layer."""
+
+def check_options(ctx: LoadContext, known: Sequence[str] = ()) -> None:
+    """Raise `ConfigError` for an option of the deployment that is not `known`."""
+    for name in ctx.options:
+        if name not in known:
+            raise ConfigError(f"the vocoder has no option {name!r}{nearest(name, known)}", field=name)
 
 
 @dataclass(slots=True)
@@ -30,10 +34,12 @@ class Utterance:
     """The state of a request in this stage, until its last samples are emitted."""
 
     request_id: str
-    codes: Tensor
+    rows: Tensor
+    """[m, row]: rows that later frames need."""
+    frames: Tensor
     """[n, K]: the frames from the first that no piece has."""
     received: int = 0
-    """Number of frames received."""
+    """Number of rows received."""
     planned: int = 0
     """Frames in pieces."""
     pieces: int = 0
@@ -50,22 +56,29 @@ class _Piece:
 
     utterance: Utterance
     codes: Tensor
-    """[K, n]."""
+    """[K, n + ahead]."""
     first: int
+    ahead: int
     payload: Payload | None = None
 
 
 class StreamingVocoder:
     """`ModuleModel` over a network that decodes utterances piece by piece.
 
-    In: `{"codes": Tensor [n, K], "start": int}`, a row of K codes (long) or numbers (float32) per frame.
+    In: `{"codes": Tensor [n, row], "start": int}`, a row of codes (long) or numbers (float32) per step.
     Out, per piece: `{"samples": FloatTensor [n] on the CPU, "start": index of the first one, "sample_rate": int}`.
     """
 
-    def __init__(self, ctx: LoadContext, decoder: PieceDecoder, sample_rate: int, frame_rate: float) -> None:
-        """Both rates are per second. Raises `ConfigError` for an option, because it has none."""
-        for name in ctx.options:
-            raise ConfigError(f"the vocoder has no option {name!r}{nearest(name, ())}", field=name)
+    def __init__(
+        self,
+        ctx: LoadContext,
+        decoder: PieceDecoder,
+        sample_rate: int,
+        frame_rate: float,
+        options: Sequence[str] = (),
+    ) -> None:
+        """Both rates are per second. Raises `ConfigError` for an option that is not one of `options`."""
+        check_options(ctx, options)
         self.decoder = decoder
         self._rate = sample_rate
         self._frame_rate = frame_rate
@@ -73,33 +86,26 @@ class StreamingVocoder:
     def warm_up(self) -> None:
         """Decode the first two pieces of an utterance."""
         utterance = self._open("warm-up")
-        codes = torch.zeros(sum(GROUPS[:2]), self.decoder.groups, dtype=utterance.codes.dtype)
-        for work in self.feed(utterance, "", {"codes": codes, "start": 0}, final=True):
+        frames = sum(self.decoder.counts[:2]) + self.decoder.ahead
+        utterance.frames = torch.zeros(frames, self.decoder.groups, dtype=self.decoder.dtype)
+        for work in self._cut(utterance, final=False):
             self.run([work])
 
     def begin(self, request: StageRequest) -> tuple[Utterance, list[Work]]:
         return self._open(request.request_id), []
 
     def feed(self, state: Utterance, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
-        """Append frames and plan pieces; repeated frames (the stage before it restarted) are dropped by their index.
+        """Append rows and plan pieces; repeated rows (the stage before it restarted) are dropped by their index.
 
-        Raises `StageFailed` for codes that are missing or out of range.
+        Raises `StageFailed` for rows that are missing and codes that are out of range.
         """
         if state.complete:
             return []
         self._append(state, payload["codes"], payload["start"])
-        works = []
-        while (count := GROUPS[min(state.pieces, len(GROUPS) - 1)]) <= len(state.codes):
-            works.append(self._plan(state, count))
-        if final:
-            state.complete = True
-            if len(state.codes) or not works:
-                works.append(self._plan(state, len(state.codes)))
-            works[-1].last = True
-        return works
+        return self._cut(state, final=final)
 
     def run(self, works: list[Work]) -> list[Result]:
-        """Decode pieces of one length as one batch."""
+        """Decode pieces of one shape as one batch."""
         pieces: list[_Piece] = [work.item for work in works]
         self._decode([piece for piece in pieces if piece.payload is None])
         return [Result(piece.payload) for piece in pieces]
@@ -109,34 +115,46 @@ class StreamingVocoder:
         state.past = None
 
     def _open(self, request_id: str) -> Utterance:
-        kind = torch.float32 if self.decoder.codebook is None else torch.long
-        return Utterance(request_id, torch.empty(0, self.decoder.groups, dtype=kind))
+        decoder = self.decoder
+        rows, frames = (torch.empty(0, width, dtype=decoder.dtype) for width in (decoder.row, decoder.groups))
+        return Utterance(request_id, rows, frames)
 
     def _append(self, state: Utterance, codes: Tensor, start: int) -> None:
-        if start > state.received:
-            raise StageFailed(f"frames {state.received} to {start - 1} of request {state.request_id!r} never came")
-        new = codes[state.received - start :].to("cpu", state.codes.dtype)
+        new = new_rows(codes, start, state.received, state.request_id).to("cpu", self.decoder.dtype)
         if not len(new):
             return
-        if list(new.shape[1:]) != [self.decoder.groups]:
-            raise StageFailed(f"frames of {list(new.shape[1:])} codes came; the vocoder takes {self.decoder.groups}")
-        size = self.decoder.codebook
-        if size is not None and len(wrong := new[(new < 0) | (new >= size)]):
-            raise StageFailed(f"code {int(wrong[0])} is outside the codebook, which has codes 0 to {size - 1}")
-        state.codes = torch.cat([state.codes, new])
+        if list(new.shape[1:]) != [self.decoder.row]:
+            raise StageFailed(f"rows of {list(new.shape[1:])} codes came; the vocoder takes {self.decoder.row}")
+        frames, rows = self.decoder.frames(torch.cat([state.rows, new]), state.received - len(state.rows))
         state.received += len(new)
+        state.frames, state.rows = torch.cat([state.frames, frames]), rows
 
-    def _plan(self, state: Utterance, count: int) -> Work:
-        piece = _Piece(state, state.codes[:count].T.contiguous(), state.planned)
-        state.codes = state.codes[count:]
-        bucket = (count, state.planned == 0)
+    def _cut(self, state: Utterance, *, final: bool) -> list[Work]:
+        """Work for the pieces whose frames, and those that they look ahead at, have arrived."""
+        counts, ahead = self.decoder.counts, self.decoder.ahead
+        works = []
+        while (count := counts[min(state.pieces, len(counts) - 1)]) + ahead <= len(state.frames):
+            works.append(self._plan(state, count, ahead))
+        if final:
+            state.complete = True
+            if len(state.frames) or not works:
+                works.append(self._plan(state, len(state.frames), 0))
+            works[-1].last = True
+        return works
+
+    def _plan(self, state: Utterance, count: int, ahead: int) -> Work:
+        piece = _Piece(state, state.frames[: count + ahead].T.contiguous(), state.planned, ahead)
+        again = min(state.planned, self.decoder.behind)
+        bucket = (count, ahead, again, state.planned == 0)
         played_at = state.planned / self._frame_rate
+        state.frames = state.frames[count:]
         state.planned += count
         state.pieces += 1
-        return Work(state.request_id, piece, bucket=bucket, cost=max(1, count), played_at=played_at)
+        cost = max(1, again + count + ahead)
+        return Work(state.request_id, piece, bucket=bucket, cost=cost, played_at=played_at)
 
     def _decode(self, pieces: list[_Piece]) -> None:
-        asked = [Piece(piece.codes, piece.first, piece.utterance.past) for piece in pieces]
+        asked = [Piece(piece.codes, piece.first, piece.utterance.past, piece.ahead) for piece in pieces]
         if asked and asked[0].codes.shape[1]:
             decoded = self.decoder.decode(asked)
         else:  # an utterance that ended with a piece, or without a frame

@@ -1,43 +1,43 @@
-"""Pieces of an utterance that are decoded with the frames around them."""
+"""Decode pieces of utterances by a network that looks ahead: each with the frames around it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from segue.engines.contract import Payload
-from segue.engines.module.contract import Result, Work
+from segue.models.shared.speech.pieces import Past, Piece
 
 
-@dataclass(slots=True)
-class WindowPiece:
-    """One piece of an utterance, as a work item. Keeps its result, so that a repeated call computes nothing twice."""
+class WindowDecoder(ABC):
+    """`PieceDecoder` over a network that is called with windows of frames. An utterance's past is the frames that its
+    next window has again."""
 
-    window: Tensor
-    """The codes of its frames and of those around it, as the network takes them."""
-    skipped: int
-    """Frames of the window before its own."""
-    count: int
-    start: int
-    """Index of its first frame in the utterance."""
-    payload: Payload | None = None
+    dtype: torch.dtype = torch.long
 
+    def __init__(self, row: int, groups: int, counts: tuple[int, ...], around: tuple[int, int], hop: int) -> None:
+        """`around`: `behind` and `ahead`. `hop`: samples per frame."""
+        self.row, self.groups, self.counts = row, groups, counts
+        self.behind, self.ahead = around
+        self.hop = hop
 
-def decode_windows(works: Sequence[Work], decode: Callable[[Tensor], Tensor], hop: int, rate: int) -> list[Result]:
-    """Decode pieces of one shape as one batch.
+    @abstractmethod
+    def waves(self, codes_BKn: Tensor) -> Tensor:
+        """[B, K, n] long on the CPU → the windows' samples [B, hop · n]."""
 
-    `decode`: [n, *window] long → [n, samples of the windows]. `hop`: samples per frame; `rate`: samples per second.
-    """
-    pieces: list[WindowPiece] = [work.item for work in works]
-    asked = [piece for piece in pieces if piece.payload is None]
-    if asked and asked[0].count:
-        waves = decode(torch.stack([piece.window for piece in asked])).float().cpu()
-    else:  # an utterance that ended with a piece, or without a frame
-        waves = torch.empty(len(asked), 0)
-    for piece, wave in zip(asked, waves, strict=True):
-        samples = wave[piece.skipped * hop : (piece.skipped + piece.count) * hop].clone()
-        piece.payload = {"samples": samples, "start": piece.start * hop, "sample_rate": rate}
-    return [Result(piece.payload) for piece in pieces]
+    @abstractmethod
+    def frames(self, rows: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """As in `PieceDecoder`."""
+
+    @torch.inference_mode()
+    def decode(self, pieces: Sequence[Piece]) -> list[tuple[Tensor, Past | None]]:
+        windows = [torch.cat([*(piece.past or ()), piece.codes], dim=1) for piece in pieces]
+        waves = self.waves(torch.stack(windows)).float().cpu()
+        decoded: list[tuple[Tensor, Past | None]] = []
+        for piece, window, wave in zip(pieces, windows, waves, strict=True):
+            begin, end = window.shape[1] - piece.codes.shape[1], window.shape[1] - piece.ahead
+            past = window[:, max(end - self.behind, 0) : end].clone()
+            decoded.append((wave[begin * self.hop : end * self.hop].clone(), [past]))
+        return decoded

@@ -19,17 +19,18 @@ for rotary embeddings alone, and attention never reaches farther than two blocks
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
-from segue.messages.errors import ConfigError, NotFound, StageFailed, nearest
+from segue.messages.errors import ConfigError, NotFound, nearest
 from segue.models.omni.qwen2_5_omni.loading import Speaker, load_config, load_speakers, load_token2wav
 from segue.models.omni.qwen2_5_omni.vocoder.bigvgan import BigVGAN, WaveStream
 from segue.models.omni.qwen2_5_omni.vocoder.dit import FlowDecoder, Voice, Window
+from segue.models.shared.speech.rows import check_codes, new_rows
+from segue.models.shared.speech.vocoder import check_options
 
 SAMPLE_RATE = 24000
 
@@ -107,7 +108,7 @@ class Token2Wav:
     """
 
     def __init__(self, ctx: LoadContext) -> None:
-        self._look_ahead = _look_ahead(ctx.options)
+        self._look_ahead = _look_ahead(ctx)
         config = load_config(ctx)
         model = load_token2wav(ctx, config).eval()
         self._speakers: dict[str, Speaker] = load_speakers(ctx, config)
@@ -176,15 +177,8 @@ class Token2Wav:
         return voice
 
     def _append(self, state: Utterance, codes: Tensor, start: int) -> None:
-        if start > state.received:
-            raise StageFailed(f"codes {state.received} to {start - 1} of request {state.request_id!r} never came")
-        new = codes[state.received - start :].to("cpu", torch.long)
-        if not len(new):
-            return
-        low, high = int(new.min()), int(new.max())
-        if low < 0 or high >= self._flow.num_codes:
-            bad = low if low < 0 else high
-            raise StageFailed(f"code {bad} is outside the codebook, which has codes 0 to {self._flow.num_codes - 1}")
+        new = new_rows(codes, start, state.received, state.request_id).to("cpu", torch.long)
+        check_codes(new, self._flow.num_codes)
         state.codes = torch.cat([state.codes, new])
         state.received += len(new)
 
@@ -243,12 +237,10 @@ class Token2Wav:
         return piece.payload
 
 
-def _look_ahead(options: dict[str, Any]) -> int | None:
+def _look_ahead(ctx: LoadContext) -> int | None:
     """The stage's options → blocks to look ahead, None for the whole utterance."""
-    for name in options:
-        if name not in OPTIONS:
-            raise ConfigError(f"the vocoder has no option {name!r}{nearest(name, OPTIONS)}", field=name)
-    value = options.get("look_ahead", 1)
+    check_options(ctx, OPTIONS)
+    value = ctx.options.get("look_ahead", 1)
     if value == WHOLE:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
