@@ -359,7 +359,7 @@ def test_a_row_of_the_last_token_is_not_spoken(talker: Talker, chunks: list[tupl
 
 
 def test_a_missing_row_fails_the_request(talker: Talker, chunks: list[tuple[Payload, bool]]) -> None:
-    with pytest.raises(StageFailed, match="did not arrive"):
+    with pytest.raises(StageFailed, match="never came"):
         fed_by(talker, [chunks[0], *chunks[2:]])
 
 

@@ -26,9 +26,10 @@ from segue.messages.errors import ConfigError, NotFound
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams
 from segue.models.shared.library import GenerationConfig
+from segue.models.shared.speech.code_predictor import Filters
 from segue.models.speech.csm.backbone import Backbone
 from segue.models.speech.csm.codec import Vocoder
-from segue.models.speech.csm.depth import Sampling, depth_sampling
+from segue.models.speech.csm.depth import depth_sampling
 
 
 @pytest.fixture(scope="module")
@@ -123,16 +124,16 @@ def test_codes_after_the_first_have_the_librarys_distribution(tiny_dir: Path, st
 
 
 @pytest.mark.parametrize(
-    ("settings", "sampling"),
+    ("settings", "filters"),
     [
-        ({"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.8}, Sampling(0.7, 9, 0.8)),
-        ({"do_sample": True}, Sampling(1.0, 50, 1.0)),
-        ({"temperature": 0.7}, Sampling(1.0, 1, 1.0)),
+        ({"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.8}, Filters(0.7, 9, 0.8)),
+        ({"do_sample": True}, Filters(1.0, 50, 1.0)),
+        ({"temperature": 0.7}, Filters(1.0, 1, 1.0)),
     ],
 )
-def test_the_depth_decoder_has_settings_of_its_own(settings: dict, sampling: Sampling) -> None:
+def test_the_depth_decoder_has_settings_of_its_own(settings: dict, filters: Filters) -> None:
     given = {f"depth_decoder_{name}": value for name, value in settings.items()}
-    assert depth_sampling(GenerationConfig(temperature=0.3, **given)) == sampling
+    assert depth_sampling(GenerationConfig(temperature=0.3, **given)) == filters
 
 
 def test_settings_that_are_not_applied_are_refused() -> None:

@@ -19,15 +19,14 @@ installed library does for one request; the option `prompt_form` chooses (`FORMS
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import msgspec
 import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveContext, Fed, FlatBatch, KVSpec, Prompt
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.kernels.prepare import prepared_bytes
-from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFailed, nearest
+from segue.messages.errors import ConfigError, StageFailed, nearest
 from segue.messages.sampling import SamplingParams, merged
 from segue.models.omni.qwen2_5_omni.library import Qwen2_5OmniConfig
 from segue.models.omni.qwen2_5_omni.loading import load_config, load_speakers, load_talker, load_text_rows
@@ -35,11 +34,11 @@ from segue.models.omni.qwen2_5_omni.probe import generate_drops_mask
 from segue.models.shared.checkpoint.checkpoint import held_bytes
 from segue.models.shared.decoder.decoder import PagedDecoder
 from segue.models.shared.decoder.generation import context_length
+from segue.models.shared.omni.reply import ThinkerRows
+from segue.models.shared.speech.talker import SpokenCodes, unknown_voice
 
 FORMS = ("library", "trained")
 """`library`: as the installed `generate` does for an unpadded prompt · `trained`: codec embeddings and M-RoPE."""
-
-_NEVER = -1e30  # finite, because engines treat an infinite logit as a broken forward
 
 # the talker's config repeats these; its positions equal the thinker's only if they agree
 _SHARED = (
@@ -56,14 +55,11 @@ class _State:
     """The parts of one request's reply that have arrived."""
 
     voice: str
-    taken: int = 0
-    """Rows of the thinker's sequence taken so far; repeated earlier rows (the thinker restarted) are dropped."""
+    rows: ThinkerRows
     length: int | None = None
     """T: tokens of the thinker's prompt."""
     positions: torch.Tensor | None = None
     position_delta: int = 0
-    head: list[torch.Tensor] = field(default_factory=list)
-    """Rows kept until the prompt can be built."""
     prompted: bool = False
 
 
@@ -99,7 +95,6 @@ class Talker:
         self._text_end, self._text_pad = rows[:1], rows[1]
         self._voices = dict(zip(speakers, rows[2:].split(1), strict=True))
         self._trained_form = prompt_form(ctx) == "trained" or not generate_drops_mask()
-        self._codes: int = config.token2wav_config.dit_config.num_embeds + 1
         self._codec_bos: int = talker.tts_codec_start_token_id
         self._codec_pad: int = talker.tts_codec_pad_token_id
         self._codec_mask: int = talker.tts_codec_mask_token_id
@@ -110,8 +105,8 @@ class Talker:
         self.vocab_size: int = talker.vocab_size
         self.max_model_len: int = context_length(talker, ctx.max_model_len)
         self.end_token_ids = frozenset({talker.tts_codec_pad_token_id, talker.tts_codec_end_token_id})
-        unspoken = [token for token in range(self._codes, self.vocab_size) if token not in self.end_token_ids]
-        self._unspoken = torch.tensor(unspoken, device=ctx.device)
+        codes: int = config.token2wav_config.dit_config.num_embeds + 1
+        self._codes = SpokenCodes(codes, self.vocab_size, self.end_token_ids, ctx.device)
         self.default_sampling = merged(
             family=SamplingParams(temperature=0.9, top_k=40, top_p=0.8, repetition_penalty=1.05, max_tokens=4096)
         )
@@ -120,22 +115,9 @@ class Talker:
         """Raises `NotFound` for an unknown voice, `InvalidRequest` if the request forbids every code."""
         voice = request.request.voice or next(iter(self._voices))
         if voice not in self._voices:
-            raise NotFound(
-                f"voice is {voice!r}{nearest(voice, self._voices)}; "
-                f"this model speaks with: {', '.join(sorted(self._voices))}",
-                field="voice",
-            )
-        sampling = request.sampling
-        suppressed = set(sampling.suppress_tokens or ())
-        if suppressed.issuperset(range(self._codes)):
-            field = f"sampling.{request.stage}.suppress_tokens"
-            raise InvalidRequest(f"{field} leaves none of the {self._codes} codes of the vocoder", field=field)
-        if sampling.ignore_eos:
-            # an ignored end token yields no audio: it lies outside the vocoder's codebook
-            request.sampling = msgspec.structs.replace(
-                sampling, suppress_tokens=sorted(suppressed | self.end_token_ids)
-            )
-        return _State(voice)
+            raise unknown_voice(voice, self._voices)
+        self._codes.admit(request)
+        return _State(voice, ThinkerRows(request.request_id))
 
     @torch.inference_mode()
     def feed(self, state: _State, upstream: str, payload: Payload, *, final: bool) -> Fed:
@@ -144,21 +126,19 @@ class Talker:
             state.length = facts["length"]
             state.positions = facts["positions"].to(self.device)
             state.position_delta = facts["position_delta"]
-        rows = self._new_rows(state, payload)
+        rows = state.rows.take(payload, self.device, self.dtype)
         if rows is not None and final:
-            rows = self._spoken(state, rows, payload)
+            rows = state.rows.spoken(rows, state.length or 0, payload["first_index"] + len(payload["reply_ids"]))
         fed = Fed()
         if not state.prompted:
-            if rows is not None:
-                state.head.append(rows)
-            if state.length is None or state.taken <= state.length:
+            needed = None if state.length is None else state.length + 1
+            head = state.rows.beginning(rows, needed)
+            if head is None:
                 fed.nothing = final  # a reply of one token has no row, so there is nothing to speak
                 return fed
-            head = torch.cat(state.head)
-            state.head.clear()
             state.prompted = True
-            fed.prompt = self._prompt(state, head[: state.length + 1])
-            rows = head[state.length + 1 :]
+            fed.prompt = self._prompt(state, head[:needed])
+            rows = head[needed:]
         fed.conditioning = rows
         if final:
             fed.conditioning = self._text_end if rows is None else torch.cat([rows, self._text_end])
@@ -184,33 +164,10 @@ class Talker:
         Masks ids that are neither vocoder codes nor end tokens: the codec's start token (suppressed in `generate` too)
         and the ids next to it, on which the vocoder in `generate` fails.
         """
-        return self._decoder.logits(hidden).index_fill_(1, self._unspoken, _NEVER)
+        return self._codes.only(self._decoder.logits(hidden))
 
     def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         raise StageFailed("the talker makes codes, not text")
-
-    def _new_rows(self, state: _State, payload: Payload) -> torch.Tensor | None:
-        """The rows of a chunk that were not taken before, [k, E] or None; marks them as taken."""
-        rows = payload.get("rows")
-        if rows is None:
-            return None
-        start = payload["rows_start"]
-        if start > state.taken:
-            raise StageFailed(f"the thinker's rows {state.taken} to {start - 1} did not arrive")
-        fresh = rows[state.taken - start :]
-        if not len(fresh):
-            return None
-        state.taken += len(fresh)
-        return fresh.to(device=self.device, dtype=self.dtype)
-
-    def _spoken(self, state: _State, rows: torch.Tensor, payload: Payload) -> torch.Tensor | None:
-        """The rows of the last chunk, without those past the reply's last but one token."""
-        reply = payload["first_index"] + len(payload["reply_ids"])
-        surplus = state.taken - ((state.length or 0) + max(reply - 1, 0))
-        if surplus <= 0:
-            return rows
-        state.taken -= surplus
-        return rows[: max(len(rows) - surplus, 0)]
 
     def _prompt(self, state: _State, rows: torch.Tensor) -> Prompt:
         """Build the prompt from [T + 1, E]: the prompt's rows and r_0."""

@@ -16,15 +16,12 @@ A reply's last token is never forwarded, so never spoken.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import msgspec
 import torch
 
-from segue.engines.autoregressive.contract import AutoregressiveContext, Draws, Fed, FlatBatch, KVSpec, Prompt
+from segue.engines.autoregressive.contract import AutoregressiveContext, Fed, Prompt
 from segue.engines.contract import Payload, StageRequest
-from segue.messages.errors import InvalidRequest, NotFound, StageFailed, nearest
 from segue.messages.sampling import SamplingParams
 from segue.models.omni.qwen3_omni.family import voice_names
 from segue.models.omni.qwen3_omni.loading import load_config, load_talker, load_text_rows
@@ -33,11 +30,10 @@ from segue.models.omni.qwen3_omni.speech import assistant_turn, media_in, user_t
 from segue.models.shared.checkpoint.checkpoint import held_bytes
 from segue.models.shared.decoder.decoder import PagedDecoder
 from segue.models.shared.omni.positions import facts_of
+from segue.models.shared.omni.reply import ThinkerRows
 from segue.models.shared.speech.code_predictor import CodePredictor, Filters
+from segue.models.shared.speech.talker import RowTalker, unknown_voice
 
-_NEVER = -1e30  # finite, because engines treat an infinite logit as a broken forward
-_RESERVED = 1024
-"""The last ids of its vocabulary: `generate` suppresses them, except for the end token."""
 _FILTERS = Filters(top_k=50, top_p=0.8)
 """How `generate` samples the codes after the first, whatever the caller says; greedily if the talker is greedy."""
 _LEAD = 4
@@ -50,22 +46,16 @@ class _State:
 
     voice: int
     """Codec id of the voice."""
-    taken: int = 0
-    """Rows of the thinker's sequence taken so far; repeated earlier rows (the thinker restarted) are dropped."""
+    rows: ThinkerRows
     facts: Payload | None = None
     """The thinker's prompt: ids and media."""
-    head: list[torch.Tensor] = field(default_factory=list)
-    """Rows kept until the prompt can be built."""
     prompted: bool = False
 
 
-class Talker:
+class Talker(RowTalker):
     """`AutoregressiveModel` that yields rows, over the talker and its code predictor; the thinker's rows drive it."""
 
     axes = 3
-    conditioned = True
-    recordable = True
-    vocabulary = None
 
     def __init__(self, ctx: AutoregressiveContext) -> None:
         config = load_config(ctx)
@@ -73,39 +63,35 @@ class Talker:
         net = load_talker(ctx, config)
         self._config = config
         self.net = net
-        self._model = net.model
-        self._decoder = PagedDecoder(
+        self._embedding = net.model.codec_embedding
+        decoder = PagedDecoder(
             net,
             net.model,
             quantization=ctx.quantization,
             fused=ctx.fused and ctx.group is None,
-            rows=net.model.codec_embedding,
+            rows=self._embedding,
             head="codec_head",
             of_ids=self._of_ids,
         )
-        self.library_decoder = self._decoder.model
-        self._text, self._hidden = net.text_projection, net.hidden_projection
+        self.library_decoder = decoder.model
         predictor = net.code_predictor
-        self._predictor = CodePredictor(predictor.model, predictor.model.codec_embedding, predictor.lm_head, _FILTERS)
-        self.groups: int = talker.num_code_groups
-        self.device = ctx.device
-        self.dtype = ctx.dtype
+        super().__init__(
+            ctx,
+            decoder,
+            CodePredictor(predictor.model, predictor.model.codec_embedding, predictor.lm_head, _FILTERS),
+            talker.codec_eos_token_id,
+            config.code2wav_config.codebook_size,
+            text.max_position_embeddings,
+        )
+        self._text, self._hidden = net.text_projection, net.hidden_projection
         rows = load_text_rows(ctx, config, [config.tts_bos_token_id, config.tts_eos_token_id, config.tts_pad_token_id])
         with torch.inference_mode():
             self._begin, self._end, self._pad = self._text(rows).split(1)
         self._positions = positions_of(config.thinker_config)
         self._voices: dict[str, int] = dict(talker.speaker_id or {})
         self.voices = voice_names(self._voices)
-        self.kv: KVSpec = self._decoder.kv
-        own = torch.nn.ModuleList([net.code_predictor, self._text, self._hidden])
-        self.weight_bytes: int = self._decoder.weight_bytes + held_bytes(own)
-        self.vocab_size: int = text.vocab_size
-        self.max_model_len: int = min(ctx.max_model_len or text.max_position_embeddings, text.max_position_embeddings)
-        self.end_token_ids = frozenset({talker.codec_eos_token_id})
-        spoken = range(min(self.vocab_size - _RESERVED, config.code2wav_config.codebook_size))
-        self._codes = len(spoken)
-        unspoken = [token for token in range(len(spoken), self.vocab_size) if token not in self.end_token_ids]
-        self._unspoken = torch.tensor(unspoken, device=ctx.device)
+        own = torch.nn.ModuleList([predictor, self._text, self._hidden])
+        self.weight_bytes: int = decoder.weight_bytes + held_bytes(own)
         self.default_sampling = SamplingParams(
             temperature=0.9, top_k=50, top_p=1.0, repetition_penalty=1.05, max_tokens=4096
         )
@@ -114,45 +100,26 @@ class Talker:
         """Raises `NotFound` for an unknown voice, `InvalidRequest` if the request forbids every code."""
         voice = request.request.voice or self.voices[0]
         if voice.lower() not in self._voices:
-            raise NotFound(
-                f"voice is {voice!r}{nearest(voice, self.voices)}; "
-                f"this model speaks with: {', '.join(sorted(self.voices))}",
-                field="voice",
-            )
-        sampling = request.sampling
-        suppressed = set(sampling.suppress_tokens or ())
-        if suppressed.issuperset(range(self._codes)):
-            name = f"sampling.{request.stage}.suppress_tokens"
-            raise InvalidRequest(f"{name} leaves none of the {self._codes} codes of the vocoder", field=name)
-        if sampling.ignore_eos:
-            # an ignored end token yields no audio: it lies outside the vocoder's codebook
-            request.sampling = msgspec.structs.replace(
-                sampling, suppress_tokens=sorted(suppressed | self.end_token_ids)
-            )
-        return _State(self._voices[voice.lower()])
+            raise unknown_voice(voice, self.voices)
+        self._codes.admit(request)
+        return _State(self._voices[voice.lower()], ThinkerRows(request.request_id))
 
     @torch.inference_mode()
     def feed(self, state: _State, upstream: str, payload: Payload, *, final: bool) -> Fed:
         """Rows of the thinker's sequence → the prompt, once the turn's fourth token has arrived, and rows for codes."""
         if (facts := payload.get("prompt")) is not None and state.facts is None:
             state.facts = facts
-        rows = self._new_rows(state, payload)
+        ids: torch.Tensor | None = None if state.facts is None else state.facts["token_ids"]
+        rows = state.rows.take(payload, self.device, self.dtype)
         if rows is not None and final:
-            rows = self._spoken(state, rows, payload["reply"])
+            rows = state.rows.spoken(rows, 0 if ids is None else len(ids), payload["reply"])
         fed = Fed()
         if not state.prompted:
-            if rows is not None:
-                state.head.append(rows)
-            if state.facts is None:
-                fed.nothing = final
-                return fed
-            ids = state.facts["token_ids"]
-            start = assistant_turn(ids, self._config)
-            if state.taken < max(start + _LEAD, len(ids)):
+            start = 0 if ids is None else assistant_turn(ids, self._config)
+            head = state.rows.beginning(rows, None if ids is None else max(start + _LEAD, len(ids)))
+            if head is None:
                 fed.nothing = final  # a reply of one token has no row, so there is nothing to speak
                 return fed
-            head = torch.cat(state.head)
-            state.head.clear()
             state.prompted = True
             fed.prompt = self._prompt(state, head, start)
             rows = head[start + _LEAD :]
@@ -165,58 +132,10 @@ class Talker:
             fed.conditioning = rows
         return fed
 
-    @torch.inference_mode()
-    def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
-        """[n, G] rows of codes, [n, E] rows of the reply → [n, E]."""
-        codes = token_ids if token_ids.ndim == 2 else token_ids[:, None]
-        rows = [self._model.codec_embedding(codes[:, 0])]
-        rows += [self._predictor.embed(group, codes[:, group]) for group in range(1, codes.shape[1])]
-        embeds = torch.stack(rows, dim=1).sum(1)  # as in the library: rounded once
-        return embeds if conditioning is None else embeds + conditioning
-
-    @torch.inference_mode()
-    def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[tokens, E] → (hidden states after the final norm [tokens, E], None)."""
-        return self._decoder.forward(embeds, batch), None
-
-    @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, E] → [rows, vocab] float32, without the ids that are neither codes nor the end token."""
-        return self._decoder.logits(hidden).index_fill_(1, self._unspoken, _NEVER)
-
-    @torch.inference_mode()
-    def advance(self, hidden: torch.Tensor, ids: torch.Tensor, draws: Draws) -> torch.Tensor:
-        """[n, E], [n] codes 0 → [n, G - 1]."""
-        return self._predictor(hidden, self._model.codec_embedding(ids), draws)
-
-    def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        raise StageFailed("the talker makes codes, not text")
-
     def _of_ids(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Arguments of the library's forward for codes 0 [n], at consecutive positions."""
         positions = torch.arange(len(ids), device=ids.device).expand(self.axes, 1, -1)
-        return {"inputs_embeds": self._model.codec_embedding(ids)[None], "position_ids": positions}
-
-    def _new_rows(self, state: _State, payload: Payload) -> torch.Tensor | None:
-        """The rows of a chunk that were not taken before, [k, H] or None; marks them as taken."""
-        rows = payload.get("rows")
-        if rows is None:
-            return None
-        start = payload["rows_start"]
-        if start > state.taken:
-            raise StageFailed(f"the thinker's rows {state.taken} to {start - 1} did not arrive")
-        fresh = rows[state.taken - start :]
-        if not len(fresh):
-            return None
-        state.taken += len(fresh)
-        return fresh.to(device=self.device, dtype=self.dtype)
-
-    def _spoken(self, state: _State, rows: torch.Tensor, reply: int) -> torch.Tensor:
-        """The rows of the last chunk, without those past the last but one of `reply` tokens."""
-        length = 0 if state.facts is None else len(state.facts["token_ids"])
-        surplus = max(state.taken - (length + max(reply - 1, 0)), 0)
-        state.taken -= surplus
-        return rows[: max(len(rows) - surplus, 0)]
+        return {"inputs_embeds": self._embedding(ids)[None], "position_ids": positions}
 
     def _prompt(self, state: _State, rows: torch.Tensor, start: int) -> Prompt:
         """Build the prompt from the rows of the thinker's prompt and of the turn's fourth token."""
@@ -238,7 +157,7 @@ class Talker:
         specials = [talker.codec_nothink_id, talker.codec_think_bos_id, talker.codec_think_eos_id, state.voice]
         specials += [talker.codec_pad_id, talker.codec_bos_id]
         assistant = torch.cat([turn[:3], self._pad.expand(4, -1), self._begin, turn[3:]])
-        assistant[3:] += self._model.codec_embedding(torch.tensor(specials, device=self.device))
+        assistant[3:] += self._embedding(torch.tensor(specials, device=self.device))
         length = len(embeds) + len(assistant)
         positions, delta = None, 0
         if used := media_in(state.facts["media"], ids, user, self._config):

@@ -23,6 +23,10 @@ class Filters:
     top_k: int = 0
     top_p: float = 1.0
 
+    def draw(self, draws: Draws, group: int, logits: torch.Tensor) -> torch.Tensor:
+        """[n, codes] float32 logits of a group from 1 on → [n] codes."""
+        return draws.code(group, logits, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
 
 class CodePredictor:
     """Runs the library's decoder over the codes of one row."""
@@ -43,6 +47,11 @@ class CodePredictor:
         self._project = project or nn.Identity()
         self._masks = dict.fromkeys(decoder.config.layer_types)  # None: causal
 
+    @property
+    def groups(self) -> int:
+        """G."""
+        return 1 + len(self._heads)
+
     def embed(self, group: int, codes: torch.Tensor) -> torch.Tensor:
         """[n] codes of a group from 1 on → [n, E]."""
         rows: torch.Tensor = self._embeddings[group - 1](codes)
@@ -51,7 +60,6 @@ class CodePredictor:
     def __call__(self, hidden: torch.Tensor, first: torch.Tensor, draws: Draws) -> torch.Tensor:
         """[n, E] final hidden states, [n, E] embeddings of codes 0 → [n, G - 1] long."""
         cache = DynamicCache(config=self._decoder.config)
-        filters = self._filters
         codes: list[torch.Tensor] = []
         rows = torch.stack([hidden, first], dim=1)
         for group in range(1, len(self._heads) + 1):
@@ -64,8 +72,6 @@ class CodePredictor:
                 use_cache=True,
             ).last_hidden_state[:, -1]
             logits = self._heads[group - 1](out).float()
-            codes.append(
-                draws.code(group, logits, temperature=filters.temperature, top_k=filters.top_k, top_p=filters.top_p)
-            )
+            codes.append(self._filters.draw(draws, group, logits))
             rows = self.embed(group, codes[-1])[:, None]
         return torch.stack(codes, dim=1)

@@ -34,7 +34,8 @@ from segue.models.shared.checkpoint.checkpoint import held_bytes
 from segue.models.shared.checkpoint.pretrained import errors_only
 from segue.models.shared.decoder.decoder import PagedDecoder
 from segue.models.shared.decoder.generation import context_length, default_sampling, generation_of
-from segue.models.speech.csm.depth import NEVER, DepthDecoder, depth_sampling
+from segue.models.shared.speech.talker import SpokenCodes
+from segue.models.speech.csm.depth import DepthDecoder, depth_sampling
 from segue.models.speech.csm.family import VOICES, speaker
 from segue.models.speech.csm.loading import load_config, load_language_models
 
@@ -75,8 +76,8 @@ class Backbone:
             )
         self.library_decoder = self._decoder.model
         codes: int = config.codec_config.codebook_size
-        self._unspoken = torch.arange(codes, config.vocab_size, device=ctx.device)
-        self._depth = DepthDecoder(net, depth_sampling(generation), self._unspoken)
+        self._spoken = SpokenCodes(codes, config.vocab_size, frozenset(), ctx.device)
+        self._depth = DepthDecoder(net, depth_sampling(generation), self._spoken)
         self.groups: int = config.num_codebooks
         self._audio, self._audio_end = config.audio_token_id, config.audio_eos_token_id
         self._pad, self._end = config.codebook_pad_token_id, config.codebook_eos_token_id
@@ -122,7 +123,7 @@ class Backbone:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, H] → [rows, vocab] float32, without the ids that the codec does not have."""
-        return self._decoder.logits(hidden).index_fill_(1, self._unspoken, NEVER)
+        return self._spoken.only(self._decoder.logits(hidden))
 
     @torch.inference_mode()
     def advance(self, hidden: torch.Tensor, ids: torch.Tensor, draws: Draws) -> torch.Tensor:

@@ -15,11 +15,10 @@ from torch import Tensor
 from segue.engines.autoregressive.contract import Draws
 from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError, nearest
+from segue.models.shared.speech.talker import NEVER
 from segue.models.speech.mimo_audio.config import Config
 from segue.models.speech.mimo_audio.library import DynamicCache
 from segue.models.speech.mimo_audio.networks import LanguageNet
-
-_NEVER = -1e30  # finite, because engines treat an infinite logit as a broken forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class PatchDecoder:
                 if not 0 <= step - delay < self._group:
                     continue
                 logits = net.local_transformer_lm_heads[channel](out).float()
-                logits[:, self._empty[channel]] = _NEVER
+                logits[:, self._empty[channel]] = NEVER
                 code = own.code(
                     1 + (step - delay) * self._channels + channel,
                     logits,

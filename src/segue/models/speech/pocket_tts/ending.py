@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from segue.models.shared.speech.talker import NEVER
+
 SPEECH, CROSSED, LAST = range(3)
 KINDS = 3
-NEVER = -1e30  # finite, because engines treat an infinite logit as a broken forward
 
 
 def kind_logits(scores: torch.Tensor, threshold: float) -> torch.Tensor:

@@ -9,26 +9,21 @@ H its hidden size, G codes per row, T positions of the prompt. Inputs (from `gen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import msgspec
 import torch
 
-from segue.engines.autoregressive.contract import AutoregressiveContext, Draws, Fed, FlatBatch, KVSpec, Prompt
+from segue.engines.autoregressive.contract import AutoregressiveContext, Fed, Prompt
 from segue.engines.contract import Payload, StageRequest
 from segue.kernels.prepare import DECODE_ROWS, Plan, prepare, prepared_bytes
-from segue.messages.errors import ConfigError, InvalidRequest, StageFailed
+from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
 from segue.models.shared.checkpoint.checkpoint import held_bytes
 from segue.models.shared.decoder.decoder import PagedDecoder
 from segue.models.shared.speech.code_predictor import CodePredictor, Filters
+from segue.models.shared.speech.talker import RowTalker
 from segue.models.speech.qwen3_tts.config import Sampling, read_config, read_sampling, read_vocoder
 from segue.models.speech.qwen3_tts.input import NONE
 from segue.models.speech.qwen3_tts.loading import load_talker
 
-_NEVER = -1e30  # finite, because engines treat an infinite logit as a broken forward
-_RESERVED = 1024
-"""The last ids of its vocabulary: the package suppresses them, except for the end token."""
 _SHORTEST = 2
 """Least tokens of an utterance, the end token included, in the package."""
 
@@ -40,13 +35,10 @@ def _filters(sampling: Sampling) -> Filters:
     return Filters(sampling.subtalker_temperature, sampling.subtalker_top_k, sampling.subtalker_top_p)
 
 
-class Talker:
+class Talker(RowTalker):
     """`AutoregressiveModel` that yields rows."""
 
     axes = 1
-    conditioned = True
-    recordable = True
-    vocabulary = None
 
     def __init__(self, ctx: AutoregressiveContext) -> None:
         """Raises `ConfigError` for an unreadable checkpoint."""
@@ -60,29 +52,17 @@ class Talker:
             )
         net = load_talker(ctx, config)
         self.net = net
-        self._decoder = PagedDecoder(net.decoder, quantization=ctx.quantization, fused=ctx.fused)
-        predictor, sampling = net.code_predictor, read_sampling(ctx.model_dir)
-        prepare(predictor, ctx.device, Plan(rows=DECODE_ROWS))
-        self._predictor = CodePredictor(
-            predictor.model,
-            predictor.codec_embedding,
-            predictor.lm_head,
-            _filters(sampling),
-            predictor.small_to_mtp_projection,
+        decoder = PagedDecoder(net.decoder, quantization=ctx.quantization, fused=ctx.fused)
+        own, sampling = net.code_predictor, read_sampling(ctx.model_dir)
+        prepare(own, ctx.device, Plan(rows=DECODE_ROWS))
+        predictor = CodePredictor(
+            own.model, own.codec_embedding, own.lm_head, _filters(sampling), own.small_to_mtp_projection
         )
-        self.groups: int = talker.num_code_groups
-        self.voices = config.voices
-        self.device = ctx.device
-        self.kv: KVSpec = self._decoder.kv
-        self.weight_bytes: int = held_bytes(net) + prepared_bytes(net)
-        self.vocab_size: int = talker.vocab_size
         longest = talker.max_position_embeddings
-        self.max_model_len: int = min(ctx.max_model_len or longest, longest)
-        self.end_token_ids = frozenset({talker.codec_eos_token_id})
+        super().__init__(ctx, decoder, predictor, talker.codec_eos_token_id, codec.codebook_size, longest)
+        self.voices = config.voices
+        self.weight_bytes: int = held_bytes(net) + prepared_bytes(net)
         self._codec_pad: int = talker.codec_pad_id
-        self._codes = min(self.vocab_size - _RESERVED, codec.codebook_size)
-        unspoken = [token for token in range(self._codes, self.vocab_size) if token not in self.end_token_ids]
-        self._unspoken = torch.tensor(unspoken, device=ctx.device)
         with torch.inference_mode():
             marks = torch.tensor([config.tts_eos_token_id, config.tts_pad_token_id], device=ctx.device)
             self._end, self._pad = self._text(marks).split(1)
@@ -97,16 +77,7 @@ class Talker:
 
     def begin(self, request: StageRequest) -> None:
         """Raises `InvalidRequest` if the request forbids every code."""
-        sampling = request.sampling
-        suppressed = set(sampling.suppress_tokens or ())
-        if suppressed.issuperset(range(self._codes)):
-            name = f"sampling.{request.stage}.suppress_tokens"
-            raise InvalidRequest(f"{name} leaves none of the {self._codes} codes of the vocoder", field=name)
-        if sampling.ignore_eos:
-            # an ignored end token yields no audio: it lies outside the vocoder's codebook
-            request.sampling = msgspec.structs.replace(
-                sampling, suppress_tokens=sorted(suppressed | self.end_token_ids)
-            )
+        self._codes.admit(request)
 
     @torch.inference_mode()
     def feed(self, state: None, upstream: str, payload: Payload, *, final: bool) -> Fed:
@@ -137,32 +108,6 @@ class Talker:
             identity=[text.to_bytes(4, "little") + codec.to_bytes(4, "little", signed=True) for text, codec in ids],
             modality_tokens={"text": length},
         )
-
-    @torch.inference_mode()
-    def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
-        """[n, G] rows of codes, [n, H] rows of the text → [n, H]."""
-        codes = token_ids if token_ids.ndim == 2 else token_ids[:, None]
-        rows = [self._decoder.embed(codes[:, 0])]
-        rows += [self._predictor.embed(group, codes[:, group]) for group in range(1, codes.shape[1])]
-        embeds = torch.stack(rows, dim=1).sum(1)  # as in the package: rounded once
-        return embeds if conditioning is None else embeds + conditioning
-
-    def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, None]:
-        """[tokens, H] → (hidden states after the final norm [tokens, H], nothing captured)."""
-        return self._decoder.forward(embeds, batch), None
-
-    @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, H] → [rows, vocab] float32, without the ids that are neither codes nor the end token."""
-        return self._decoder.logits(hidden).index_fill_(1, self._unspoken, _NEVER)
-
-    @torch.inference_mode()
-    def advance(self, hidden: torch.Tensor, ids: torch.Tensor, draws: Draws) -> torch.Tensor:
-        """[n, H], [n] codes 0 → [n, G - 1]."""
-        return self._predictor(hidden, self._decoder.embed(ids), draws)
-
-    def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        raise StageFailed("the talker makes codes, not text")
 
     def _text(self, ids: torch.Tensor) -> torch.Tensor:
         """[n] text ids → [n, H]."""
