@@ -13,7 +13,7 @@ from payload_values import same
 from taking import KEY, take, until
 
 from segue.connectors.base import Arrived, Coming, Gone
-from segue.connectors.narrow import narrowed, widened
+from segue.connectors.narrow import narrowed, upcast
 from segue.connectors.tcp.connector import TcpConnector
 from segue.connectors.tcp.wire import MAGIC, NONCE
 from segue.messages.errors import ConfigError
@@ -216,7 +216,7 @@ trees = st.recursive(
 @settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=2), trees, max_size=3))
 def test_bfloat16_on_the_wire_changes_float32_alone_and_by_its_stated_error(payload: dict[str, Any]) -> None:
-    got = widened(narrowed(payload))
+    got = upcast(narrowed(payload))
     check(got, payload)
 
 

@@ -67,9 +67,9 @@ class ThreadGroup:
 class ThreadRanks(Ranks):
     """Gives up its turn while it waits for rank 0."""
 
-    def heard(self) -> bytes | None:
+    def receive(self) -> bytes | None:
         with cast(Any, self.group).meeting.waiting():
-            return super().heard()
+            return super().receive()
 
 
 class Audited(Leading):

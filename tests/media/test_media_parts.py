@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from segue.media.parts import PYTHON_POLICY, MediaPolicy, messages_from, parts_beside
+from segue.media.parts import PYTHON_POLICY, MediaPolicy, messages_from, multi_modal_parts
 from segue.media.sources import _PinnedConnection
 from segue.messages.errors import InvalidRequest, NotFound, TooLarge
 from segue.messages.request import ArrayInfo, MediaPart, Message, TextPart
@@ -545,16 +545,16 @@ def test_media_beside_a_prompt_are_the_parts_of_a_chat() -> None:
     one = {"image": image, "video": (clip, 2.0), "audio": (samples, 8000)}
     expected = [only({"type": kind, kind: source}, PYTHON_POLICY) for kind, source in one.items()]
     for data in (one, {kind: [source] for kind, source in one.items()}):
-        made = parts_beside(data, PYTHON_POLICY)
+        made = multi_modal_parts(data, PYTHON_POLICY)
         assert [(part.kind, part.data, part.array) for part in made] == [
             (part.kind, part.data, part.array) for part in expected
         ]
     frames = [Image.fromarray(frame) for frame in clip]
-    assert [part.array for part in parts_beside({"video": frames}, CLOSED)] == [ArrayInfo("uint8", (2, 4, 6, 3))]
-    assert [part.array for part in parts_beside({"video": [*clip]}, CLOSED)] == [ArrayInfo("uint8", (2, 4, 6, 3))]
-    assert [part.array for part in parts_beside({"image": frames}, CLOSED)] == [ArrayInfo("uint8", (4, 6, 3))] * 2
-    assert [part.array for part in parts_beside({"audio": [0.0, 0.5]}, CLOSED)] == [ArrayInfo("float32", (2,))]
-    urls = parts_beside({"image": ["data:,a", "data:,b"], "audio": None}, CLOSED)
+    assert [part.array for part in multi_modal_parts({"video": frames}, CLOSED)] == [ArrayInfo("uint8", (2, 4, 6, 3))]
+    assert [part.array for part in multi_modal_parts({"video": [*clip]}, CLOSED)] == [ArrayInfo("uint8", (2, 4, 6, 3))]
+    assert [part.array for part in multi_modal_parts({"image": frames}, CLOSED)] == [ArrayInfo("uint8", (4, 6, 3))] * 2
+    assert [part.array for part in multi_modal_parts({"audio": [0.0, 0.5]}, CLOSED)] == [ArrayInfo("float32", (2,))]
+    urls = multi_modal_parts({"image": ["data:,a", "data:,b"], "audio": None}, CLOSED)
     assert [(part.data, part.field) for part in urls] == [
         (b"a", "multi_modal_data.image[0]"),
         (b"b", "multi_modal_data.image[1]"),
@@ -574,5 +574,5 @@ def test_media_beside_a_prompt_are_the_parts_of_a_chat() -> None:
 )
 def test_wrong_media_beside_a_prompt_are_named(data: object, field: str, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says) as caught:
-        parts_beside(data, CLOSED)
+        multi_modal_parts(data, CLOSED)
     assert caught.value.field == field

@@ -83,7 +83,7 @@ def listen_of(arguments: argparse.Namespace) -> Listen | None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Be a node until told to stop by a signal."""
+    """Be a node until a signal stops it."""
     from segue.observe.logging import configure_logging
 
     configure_logging("info", as_json=False)
@@ -107,11 +107,11 @@ async def _run(host: str, port: int, token: str, name: str, address: str | None,
 
     agent = asyncio.ensure_future(Agent(host, port, token, name, address=address, models=models).run())
     loop = asyncio.get_running_loop()
-    told = False
+    stopped = False
 
     def stop() -> None:
-        nonlocal told
-        told = True
+        nonlocal stopped
+        stopped = True
         agent.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -119,7 +119,7 @@ async def _run(host: str, port: int, token: str, name: str, address: str | None,
     try:
         await agent
     except asyncio.CancelledError:
-        if not told:
+        if not stopped:
             raise
     return 0
 

@@ -337,7 +337,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         stall_seconds=arguments.stall_seconds,
         drain_seconds=arguments.drain_seconds,
     )
-    return asyncio.run(_serve_until_told(arguments, settings))
+    return asyncio.run(_serve_until_stopped(arguments, settings))
 
 
 def _keys(arguments: argparse.Namespace) -> tuple[str | None, tuple[Tenant, ...]]:
@@ -357,7 +357,7 @@ def _keys(arguments: argparse.Namespace) -> tuple[str | None, tuple[Tenant, ...]
     return arguments.api_key, ()
 
 
-async def _serve_until_told(arguments: argparse.Namespace, settings: ServerSettings) -> int:
+async def _serve_until_stopped(arguments: argparse.Namespace, settings: ServerSettings) -> int:
     """Serve `/health` at once, and requests when every stage is ready; stop the stages when the server has drained."""
     import asyncio
 

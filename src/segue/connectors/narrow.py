@@ -30,7 +30,7 @@ def _narrow(value: Any, path: Path, paths: list[Path]) -> Any:
     return value
 
 
-def widened(sent: Payload) -> Payload:
+def upcast(sent: Payload) -> Payload:
     """Return the payload of `narrowed`, in float32 again. Raises `PayloadError` for anything else."""
     match sent:
         case {"payload": dict(payload), "float32": list(paths)}:

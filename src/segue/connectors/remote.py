@@ -10,7 +10,7 @@ import msgspec
 
 from segue.connectors.base import Arrived, Fetched, Gone, Payload, Reach
 from segue.connectors.fetching import Consumer
-from segue.connectors.narrow import narrowed, widened
+from segue.connectors.narrow import narrowed, upcast
 from segue.connectors.payload import Encoded, PayloadError, measure, read_from
 from segue.connectors.shm_metadata import Inline, written
 from segue.messages.errors import ConfigError, StageFailed
@@ -128,7 +128,7 @@ class RemoteConnector:
         else:
             found = self._consumer.fetch(place, request_id, wake)
         if isinstance(found, Arrived) and metadata is not None and metadata.get("bfloat16"):
-            return Arrived(widened(found.payload), found.nbytes)
+            return Arrived(upcast(found.payload), found.nbytes)
         return found
 
     def release(self, request_id: str, metadata: dict[str, Any] | None = None) -> None:

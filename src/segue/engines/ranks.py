@@ -1,4 +1,4 @@
-"""Every rank of a replica runs the same engine; rank 0 repeats to the others what it is told (`segue.parallel.ranks`).
+"""Every rank of a replica runs the same engine; rank 0 repeats to the others what it receives (`segue.parallel.ranks`).
 
 Rank 0 alone has an inbox, connectors and an outbox; `Leading` is its engine as the worker sees it. What arrives goes to
 all ranks in the same order, payloads included. The others `follow`: their engines' outputs go nowhere.
@@ -180,7 +180,7 @@ class LedAdapters:
         return self._inner.loaded
 
     def load(self, name: str, directory: str) -> None:
-        """Load it on rank 0, which refuses invalid adapters before any other rank hears of them."""
+        """Load it on rank 0, which refuses invalid adapters before any other rank receives them."""
         self._inner.load(name, directory)
         self._ranks.tell(encode(LoadAdapter(name, directory)))
 
@@ -192,7 +192,7 @@ class LedAdapters:
 def follow(engine: RankedEngine, ranks: Ranks, lora: LoraHost | None = None) -> None:
     """Run a further rank's engine until rank 0 closes its end. `lora`: this rank's adapters. Raises `ReplicaBroken` if
     this rank cannot do what rank 0 did."""
-    while (data := ranks.heard()) is not None:
+    while (data := ranks.receive()) is not None:
         try:
             _apply(decode(data, Event), engine, ranks, lora)
         except Exception as error:

@@ -14,7 +14,7 @@ from segue.media.arrays import EMBEDS, audio_part, embeds_file, image_part, is_o
 from segue.media.sources import PYTHON_POLICY, MediaPolicy, check_items, check_size, from_base64, read_path, read_source
 from segue.media.turns import TURN_KEYS, extra_of
 from segue.messages.errors import InvalidRequest, nearest, shown
-from segue.messages.request import BESIDE, MEDIA, ArrayInfo, MediaPart, Message, Part, TextPart
+from segue.messages.request import MEDIA, MULTI_MODAL_DATA, ArrayInfo, MediaPart, Message, Part, TextPart
 from segue.messages.tensors import DTYPES
 
 Schema = dict[str, Any]
@@ -368,22 +368,22 @@ def image_parts(given: Mapping[str, Any], policy: MediaPolicy) -> list[MediaPart
     return parts
 
 
-def parts_beside(data: object, policy: MediaPolicy) -> list[MediaPart]:
+def multi_modal_parts(data: object, policy: MediaPolicy) -> list[MediaPart]:
     """Make parts of media that are sent along with a prompt: kind → one medium or a list of several, each as in a part
     of a message. Blocking (files, HTTP).
 
     Frames in a list are one clip, and numbers in a list one recording. Raises `InvalidRequest` naming the medium.
     """
-    values = _object(data, BESIDE, "an object: kind of media → one medium, or a list")
+    values = _object(data, MULTI_MODAL_DATA, "an object: kind of media → one medium, or a list")
     given: list[tuple[str, str, Any]] = []
     for kind, value in values.items():
-        at = f"{BESIDE}.{kind}"
+        at = f"{MULTI_MODAL_DATA}.{kind}"
         if kind not in _PLAIN_PARTS:
             raise InvalidRequest(f"{at}: no kind of media{nearest(str(kind), _PLAIN_PARTS)}", field=at)
         if isinstance(value, list) and not is_one(kind, value):
             given += [(_PLAIN_PARTS[kind], f"{at}[{index}]", source) for index, source in enumerate(value)]
         elif value is not None:
             given.append((_PLAIN_PARTS[kind], at, value))
-    check_items(len(given), policy, BESIDE)
+    check_items(len(given), policy, MULTI_MODAL_DATA)
     policy = policy.begun()
     return [part_of(kind, source, policy, at) for kind, at, source in given]

@@ -7,7 +7,7 @@ Messages change from one version of Segue to the next, and from one commit to th
 whose `wire_version` is another.
 
 A node has a generation, which grows each time it joins. Every message carries it: a host that was cut off and taken for
-lost is told `Fenced` when it comes back, ends its workers and joins anew.
+lost receives `Fenced` when it comes back, ends its workers and joins anew.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from segue.messages.formats import Format
 from segue.messages.sampling import SamplingParams, misfit
 from segue.messages.units import Unit
 
-BESIDE = "multi_modal_data"
+MULTI_MODAL_DATA = "multi_modal_data"
 """Clients' name for the media that are sent along with a prompt; vLLM's."""
 MEDIA = ("image", "audio", "video")
 """The kinds of media; any other kind of a part is the name of a tensor that the model's graph declares."""

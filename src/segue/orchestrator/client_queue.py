@@ -18,7 +18,7 @@ from segue.messages.deltas import (
 from segue.messages.errors import SegueError
 
 _DELTA_BYTES = 256
-"""Counted for each delta, beside its content."""
+"""Counted for each delta, in addition to its content."""
 _TOKEN_BYTES = 256
 """Counted for each token of which log-probabilities are there."""
 

@@ -19,13 +19,13 @@ from segue.graph.deployment.loader import load_plan, stage_overrides
 from segue.graph.machine.account import cautions
 from segue.graph.parts import INPUT, TOKENS
 from segue.media.arrays import embeds_file
-from segue.media.parts import IMAGES, image_parts, messages_from, parts_beside, tensors_from
+from segue.media.parts import IMAGES, image_parts, messages_from, multi_modal_parts, tensors_from
 from segue.media.sources import MediaPolicy
 from segue.messages.deltas import Delta, ProgressDelta, TokensDelta
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, diffusion_from
 from segue.messages.errors import ConfigError, InvalidRequest, StageFailed, nearest, shown, wrong
 from segue.messages.join import Listen
-from segue.messages.request import BESIDE, MediaPart, Message, Piece, Request
+from segue.messages.request import MULTI_MODAL_DATA, MediaPart, Message, Piece, Request
 from segue.messages.sampling import SamplingParams, sampling_from
 from segue.models.model_graph import ModelGraph, read_models
 from segue.models.shared.diffusion.sizes import Sizes
@@ -50,9 +50,9 @@ Sampling = SamplingParams | Mapping[str, SamplingParams | Mapping[str, Any]] | N
 """Sampling parameters of the main stage, or stage name → parameters."""
 
 _PROMPT_KEYS = frozenset(
-    {"messages", "prompt", "prompt_token_ids", "prompt_embeds", BESIDE, "modalities", "voice", "sampling", "seed",
-     "priority", "deadline", "options", "return_prompt_ids", "adapter", "cache_salt", "session", "keep", "previous",
-     "tensors"}
+    {"messages", "prompt", "prompt_token_ids", "prompt_embeds", MULTI_MODAL_DATA, "modalities", "voice", "sampling",
+     "seed", "priority", "deadline", "options", "return_prompt_ids", "adapter", "cache_salt", "session", "keep",
+     "previous", "tensors"}
 )  # fmt: skip
 
 
@@ -290,7 +290,7 @@ class AsyncOmni:
                 )
             if key not in known:
                 raise InvalidRequest(f"a request has no key {key!r}{nearest(key, known)}", field=key)
-        media = self._beside(given)
+        media = self._multi_modal(given)
         tensors = tensors_from(_mapping(given.get("tensors") or {}, "tensors"), self._policy, "tensors")
         images = image_parts({key: given[key] for key in given if key in IMAGES}, self._policy)
         ids, text, embeds = given.get("prompt_token_ids"), given.get("prompt"), given.get("prompt_embeds")
@@ -328,16 +328,17 @@ class AsyncOmni:
             options={**_mapping(given.get("options", options) or {}, "options"), **others},
         )
 
-    def _beside(self, given: Mapping[str, Any]) -> list[MediaPart]:
+    def _multi_modal(self, given: Mapping[str, Any]) -> list[MediaPart]:
         """The media of a prompt."""
-        if (data := given.get(BESIDE)) is None:
+        if (data := given.get(MULTI_MODAL_DATA)) is None:
             return []
         if given.get("prompt") is None and given.get("prompt_token_ids") is None:
             raise InvalidRequest(
-                f"{BESIDE} is given without 'prompt' or 'prompt_token_ids'; in 'messages', media are parts of content",
-                field=BESIDE,
+                f"{MULTI_MODAL_DATA} is given without 'prompt' or 'prompt_token_ids'; in 'messages', media are parts "
+                "of content",
+                field=MULTI_MODAL_DATA,
             )
-        return parts_beside(data, self._policy)
+        return multi_modal_parts(data, self._policy)
 
     def _written(self, text: str) -> dict[str, Any]:
         """Turn bare text into a user message or a prompt."""

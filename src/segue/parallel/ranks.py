@@ -93,9 +93,9 @@ class Ranks:
                 rank, data = self._next(known, patience(known))
                 known[rank] = decode(data, kind)
         except OSError as error:
-            told = ", ".join(f"rank {rank}: {one}" for rank, one in sorted(known.items()))
+            states = ", ".join(f"rank {rank}: {one}" for rank, one in sorted(known.items()))
             raise ReplicaBroken(
-                f"the ranks of a replica are out of step: a follower does not answer ({error}); {told}"
+                f"the ranks of a replica are out of step: a follower does not answer ({error}); {states}"
             ) from error
         return self.same(lambda: [known[rank] for rank in sorted(known)], list[kind])
 
@@ -144,7 +144,7 @@ class Ranks:
         except OSError as error:
             raise ReplicaBroken(f"a follower of this replica is gone: {error}") from error
 
-    def heard(self) -> bytes | None:
+    def receive(self) -> bytes | None:
         """Other ranks: wait for rank 0's next frame; None if it has closed its end."""
         return receive(self._ends[0])
 
@@ -160,7 +160,7 @@ class Ranks:
             end.close()
 
     def _expect(self) -> bytes:
-        data = self.heard()
+        data = self.receive()
         if data is None:
             raise ReplicaBroken("rank 0 of this replica is gone")
         return data

@@ -125,7 +125,7 @@ def timing(
     chunk: Chunk, attempt: int, upstreams: Mapping[str, Peer], next_seq: Mapping[str, int]
 ) -> Literal["early", "late", "now"]:
     """Return whether a visit can use a chunk now. Early: it is for a later attempt of the visit, or of a later attempt
-    of its upstream, than the orchestrator has told us of. Late: it is of the past, or a repetition.
+    of its upstream, than the orchestrator has announced. Late: it is of the past, or a repetition.
 
     `attempt`: of the visit; `upstreams`, `next_seq`: what it expects from each upstream stage.
     """

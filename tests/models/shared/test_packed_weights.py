@@ -363,7 +363,7 @@ def broken(directory: Path, to: Path, **changes: torch.Tensor | None) -> Path:
     ("kind", "changes", "words"),
     [
         ("gptq 4 bits", {"scales": None}, r"up_proj.scales' is not in the checkpoint"),
-        ("gptq 4 bits", {"qweight": None}, r"up_proj\.\w+' has no qweight beside it"),
+        ("gptq 4 bits", {"qweight": None}, r"up_proj\.\w+' has no qweight"),
         ("gptq 4 bits", {"scales": torch.ones(3, 96).half()}, r"qzeros' is \[2, 12\].*\[3, 12\]"),
         ("gptq 4 bits", {"qweight": torch.zeros(9, 96).int()}, r"qweight' is \[9, 96\].*\[8, 96\]"),
         ("gptq 4 bits", {"qweight": torch.zeros(8, 96)}, r"qweight' is float32 \[8, 96\]; it must be int32"),

@@ -53,7 +53,7 @@ class DiffusionBench(ModelBench):
     )
     step_cache: Sequence[tuple[str, float | None]] = option(
         [],
-        "Segue with this step cache beside Segue without; may be given several times",
+        "Segue with this step cache, and Segue without; may be given several times",
         type=step_cache,
         action="append",
         metavar="NAME[:THRESHOLD]",

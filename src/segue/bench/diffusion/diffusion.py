@@ -188,7 +188,7 @@ async def _scenario(
         await warm_up([driver], take(_WARM, together), closed(together), together)
     rounds = [take(mix, count) for _ in range(bench.rounds)]
     before = sides.segue.denoising()
-    own = by_side(await in_turn(drivers, rounds, load, together, bench.say, _told))
+    own = by_side(await in_turn(drivers, rounds, load, together, bench.say, _summary))
     # Segue goes first in a round, so that its last turn's reports have arrived by now
     denoising = sides.segue.denoising() - before
     branches = 2 if bench.guidance > 1 else 1
@@ -210,6 +210,6 @@ async def _scenario(
     result.scenarios.append(DiffusionScenario(name=name, size=size, clients=clients, rate=rate, sides=made))
 
 
-def _told(taken: ImageSlice) -> str:
+def _summary(taken: ImageSlice) -> str:
     steps = sum(one.steps for one in taken.outcomes)
     return f"{steps / taken.wall:.2f} steps/s, mean JCT {mean_jct(taken.outcomes):.2f} s"

@@ -199,8 +199,8 @@ async def measured(
     refused = list(ways.refused)
     made: dict[str, LossSide] = {}
 
-    async def beside(faster: Sequence[ImageDriver]) -> list[ImageOutcome]:
-        slices = by_side(await in_turn([exact, *faster], asked, closed(1), 1, say, _told))
+    async def compared(faster: Sequence[ImageDriver]) -> list[ImageOutcome]:
+        slices = by_side(await in_turn([exact, *faster], asked, closed(1), 1, say, _summary))
         outcomes = {name: outcomes_of(own) for name, own in slices.items()}
         for name, theirs in outcomes.items():
             made.setdefault(name, loss(theirs, outcomes[exact.name]))
@@ -215,15 +215,15 @@ async def measured(
             return False
         return True
 
-    alone = await beside([way for way in ways.same if await serves(way)])
+    alone = await compared([way for way in ways.same if await serves(way)])
     for way in ways.own:
         say(f"starting {way.name}")
         try:
             if await serves(way):
-                await beside([way])
+                await compared([way])
         finally:
             await way.stop()
-    together = await in_turn([exact], asked, closed(_BATCH), _BATCH, lambda line: None, _told)
+    together = await in_turn([exact], asked, closed(_BATCH), _BATCH, lambda line: None, _summary)
     made[TOGETHER] = loss(outcomes_of(together), alone)
     return made, refused
 
@@ -278,5 +278,5 @@ def _psnr(squared: float) -> float | None:
     return None if squared == 0 else float(-10 * np.log10(squared))
 
 
-def _told(taken: ImageSlice) -> str:
+def _summary(taken: ImageSlice) -> str:
     return f"mean JCT {mean([one.jct for one in taken.outcomes]):.2f} s"

@@ -67,9 +67,9 @@ async def measure(result: GrowingT, levels: Sequence[Level], keep: Callable[[Gro
 
 def write_result(result: msgspec.Struct, path: Path) -> None:
     """Write the file atomically: to a temporary name, then rename, so that it is always complete."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
-    beside.replace(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+    temporary.replace(path)
 
 
 def read_values(path: Path) -> dict[str, Any]:

@@ -133,7 +133,7 @@ async def _level(
             yield
 
     rounds = [workload.requests(start + number * bench.requests, bench.requests) for number in range(bench.rounds)]
-    slices = by_side(await in_turn(drivers, rounds, load, together, bench.say, _told, watched))
+    slices = by_side(await in_turn(drivers, rounds, load, together, bench.say, _summary, watched))
     # idle workers report; Segue goes first in a round, so that its last turn's report has arrived by now
     between = added(snapshot(segue.stats()), before)
     mine = slices[segue.name]
@@ -161,7 +161,7 @@ async def _level(
     )
 
 
-def _told(taken: OmniSlice) -> str:
+def _summary(taken: OmniSlice) -> str:
     return f"{taken.wall:.1f} s, mean JCT {mean([outcome.jct for outcome in taken.outcomes]):.2f} s"
 
 

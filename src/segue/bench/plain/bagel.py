@@ -12,7 +12,7 @@ _SIDE = 256
 """Pixels of an image's sides."""
 
 
-def picture(seed: int) -> Any:
+def drawn_image(seed: int) -> Any:
     """[height, width, 3] uint8: squares of 16 pixels, each of a colour of its own."""
     import numpy as np
 
@@ -25,7 +25,7 @@ def reply(seed: int) -> Prompt:
 
 
 def look(seed: int) -> Prompt:
-    return _asked("What do you see in this image?", {"type": "image", "image": picture(seed)})
+    return _asked("What do you see in this image?", {"type": "image", "image": drawn_image(seed)})
 
 
 def _asked(question: str, *media: dict[str, Any]) -> Prompt:

@@ -131,7 +131,7 @@ async def _scenario(
     bench.say(name)
     await warm_up(drivers, _take(bench, sides, shape, 2), closed(2), max(clients, 2))
     rounds = [_take(bench, sides, shape, count) for _ in range(bench.rounds)]
-    own = by_side(await in_turn(drivers, rounds, load, clients or max(bench.concurrency), bench.say, _told))
+    own = by_side(await in_turn(drivers, rounds, load, clients or max(bench.concurrency), bench.say, _summary))
     objective = [] if clients else list(bench.objective)
     first, *others = (driver.name for driver in drivers)
     made = {
@@ -158,7 +158,7 @@ async def _crowd(bench: TextBench, sides: Sides, result: TextResult, size: int, 
     bench.say(f"a crowd: {case}")
     asked = [_take(bench, sides, CROWD, size, equal=equal) for _ in range(bench.rounds)]
     drivers: list[TextDriver] = [sides.segue, *(one for way, one in sides.references.items() if way == "one")]
-    own = by_side(await in_turn(drivers, asked, closed(size), size, bench.say, _told))
+    own = by_side(await in_turn(drivers, asked, closed(size), size, bench.say, _summary))
     result.crowds[case] = {name: min(taken.wall for taken in slices) for name, slices in own.items()}
 
 
@@ -172,7 +172,7 @@ async def _intrusion(bench: TextBench, sides: Sides, result: TextResult, driver:
     result.intrusion[driver.name] = summary(await intrude(driver, decoding, long))
 
 
-def _told(taken: TextSlice) -> str:
+def _summary(taken: TextSlice) -> str:
     return f"{speed(taken):.1f} tokens/s"
 
 

@@ -45,7 +45,7 @@ def check_protocol(protocol: str, field: str) -> None:
 
 
 class Memory:
-    """A client of Mooncake with the buffers that it may read and write: they live until it is told to forget them."""
+    """A client of Mooncake with the buffers that it may read and write: they live until they are forgotten."""
 
     def __init__(self, client: Any, register: str, forget: str) -> None:
         """`register` and `forget` name the client's methods."""

@@ -18,8 +18,8 @@ from segue.engines.autoregressive.grammar.grammar import Grammars, form_field
 from segue.engines.autoregressive.grammar.shared import SharedGrammars
 from segue.engines.autoregressive.output import TokenOutput
 from segue.engines.autoregressive.sample.logprobs import check_logprobs
-from segue.engines.autoregressive.schedule.decided import Decided
 from segue.engines.autoregressive.schedule.jobs import Decision, Job, Run
+from segue.engines.autoregressive.schedule.message import DecisionMessage
 from segue.engines.autoregressive.schedule.policies import rank
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.speculation.speculation import NO_SPECULATION, Speculation
@@ -321,8 +321,8 @@ class AutoregressiveEngine:
         """Decide the next step; with several ranks, rank 0 does."""
         if self._ranks.alone:
             return self._scheduler.next(in_flight)
-        decided = self._ranks.same(lambda: Decided.of(self._scheduler.next(in_flight)), Decided)
-        return decided.decision(lambda key: self._active[key].job)
+        message = self._ranks.same(lambda: DecisionMessage.of(self._scheduler.next(in_flight)), DecisionMessage)
+        return message.decision(lambda key: self._active[key].job)
 
     def _check_in_step(self, error: Exception) -> None:
         """Raise `ReplicaBroken` after an error in a step if there are other ranks, which may wait in a collective."""

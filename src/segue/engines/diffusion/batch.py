@@ -54,8 +54,8 @@ class CostTable:
         if not self.per_row:
             return float(tokens * rows)
         near, sizes = self._nearest(tokens)
-        beside = min(sizes, key=lambda size: abs(math.log(size / rows)))
-        return sizes[beside] * rows * tokens / near
+        nearest = min(sizes, key=lambda size: abs(math.log(size / rows)))
+        return sizes[nearest] * rows * tokens / near
 
     def rows_worth(self, tokens: int, most: int, *, explore: bool = False) -> int:
         """The largest batch, up to `most` rows, that saves enough time per row over every smaller one. A size between

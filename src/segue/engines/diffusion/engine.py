@@ -143,7 +143,7 @@ class DiffusionEngine:
             left = end - time.monotonic()
             if left <= 0 or (self.costs.per_row and _CALLS * self.costs.of(sample.tokens, 1) > left):
                 break
-            call = partial(self._told_trial, sample)
+            call = partial(self._announced_trial, sample)
             try:
                 self._room.measure(sample, call)
                 most = min(self._config.max_batch, self._room.rows(sample))
@@ -169,7 +169,7 @@ class DiffusionEngine:
                 if not out_of_memory(error):
                     raise
 
-    def _told_trial(self, sample: Sample, rows: int) -> float:
+    def _announced_trial(self, sample: Sample, rows: int) -> float:
         return self._trial(sample, self._ranks.same(lambda: rows, int))
 
     def _trial(self, sample: Sample, rows: int) -> float:

@@ -40,7 +40,7 @@ Compute = Callable[[Sequence[Row]], Sequence[torch.Tensor]]
 
 
 class Status(msgspec.Struct, array_like=True):
-    """How a rank fared."""
+    """The status of a rank after a step."""
 
     kind: str = ""
     """Class of its error; empty if there was none."""

@@ -291,7 +291,7 @@ def _ends(graph: StageGraph, section: Section) -> tuple[str, str]:
 
 
 def _runtime(top: Section) -> Section:
-    """Return the section `runtime`. Of vllm-omni's keys beside `connectors`, it may have those that change nothing."""
+    """Return the section `runtime`. Besides `connectors`, it may have those keys of vllm-omni's that change nothing."""
     runtime = Section("runtime", top.mapping("runtime"), ("connectors", "edges", "enabled", "defaults"))
     _only(runtime, "enabled", True)
     defaults = Section("runtime.defaults", runtime.mapping("defaults"), ("window_size", "max_inflight"))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from segue.messages.errors import InvalidRequest
-from segue.messages.request import BESIDE
+from segue.messages.request import MULTI_MODAL_DATA
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,4 +98,6 @@ def _misfit(found: int, kind: str, lengths: Sequence[int], field: str) -> Invali
     right = "write one for each" if lengths else f"send each {kind} there"
     if any(length > 1 for length in lengths):
         right += f", or exactly as many as they take, in one run each: {', '.join(map(str, lengths))}"
-    return InvalidRequest(f"{field} has {found} {many}, but {BESIDE} has {len(lengths)} {kind}: {right}", field=field)
+    return InvalidRequest(
+        f"{field} has {found} {many}, but {MULTI_MODAL_DATA} has {len(lengths)} {kind}: {right}", field=field
+    )

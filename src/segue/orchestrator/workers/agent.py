@@ -65,7 +65,7 @@ class Agent:
         self._generation = 0
         self._sent = self._received = 0
         """Messages of this generation that its beats count, in either direction."""
-        self._heard = 0.0
+        self._last_message = 0.0
         self._over: asyncio.Event = asyncio.Event()
         """Set when this generation is over."""
         self._why = ""
@@ -95,7 +95,7 @@ class Agent:
             welcome = await self._join(sock)
             if welcome is None:
                 return self._why
-            self._generation, self._heard = welcome.generation, time.monotonic()
+            self._generation, self._last_message = welcome.generation, time.monotonic()
             self._sent = self._received = 0
             tasks = [asyncio.create_task(self._read(sock)), asyncio.create_task(self._beat())]
             await self._start(welcome)
@@ -163,7 +163,7 @@ class Agent:
         try:
             while True:
                 message = to_agent.decode(await sock.recv())
-                self._heard = time.monotonic()
+                self._last_message = time.monotonic()
                 match message:
                     case Fenced():
                         self._end("the server ended this node's generation")
@@ -185,9 +185,9 @@ class Agent:
         due = time.monotonic()
         while True:
             now = time.monotonic()
-            self._heard += max(0.0, now - due)  # this process was stopped meanwhile
+            self._last_message += max(0.0, now - due)  # this process was stopped meanwhile
             due = now + BEAT_SECONDS
-            if now - self._heard >= LOST_SECONDS:
+            if now - self._last_message >= LOST_SECONDS:
                 self._end(f"the server has given no sign of life for {LOST_SECONDS:g} s")
                 return
             self._tell(Beat(self._generation, self._sent))

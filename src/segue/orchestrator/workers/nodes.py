@@ -62,7 +62,7 @@ class _Node:
     agent: bytes
     """Identity of its agent's socket."""
     generation: int
-    heard: float
+    last_message: float
     """time.monotonic() of its last sign of life."""
     hardware: Hardware | None
     host: Host | None = None
@@ -90,7 +90,7 @@ class NodePlacement:
         on_node: Callable[[str], None],
         on_node_lost: Callable[[str, str], None],
     ) -> None:
-        """`expected`: names of the nodes that the deployment has. `welcome`: what they are told. `agents`: start
+        """`expected`: names of the nodes that the deployment has. `welcome`: the answer to them. `agents`: start
         them; None: others do. `check(node, hardware)` raises `ConfigError` if its stages do not fit a node.
         `on_node(node)`: workers can be spawned there; `on_node_lost(node, why)`: all its workers are lost."""
         self._agents = agents
@@ -231,7 +231,7 @@ class NodePlacement:
             if node is None or node.generation != message.generation:
                 self._send(agent, Fenced())
                 continue
-            node.heard = time.monotonic()
+            node.last_message = time.monotonic()
             node.received += isinstance(message, NodeReady | News)
             match message:
                 case NodeReady():
@@ -295,8 +295,8 @@ class NodePlacement:
             deaf = max(0.0, now - due)  # something blocked this event loop: no sign of life could be read
             due = now + BEAT_SECONDS
             for node in list(self._nodes.values()):
-                node.heard += deaf
-                if now - node.heard >= LOST_SECONDS:
+                node.last_message += deaf
+                if now - node.last_message >= LOST_SECONDS:
                     self._lose(node, f"it has given no sign of life for {LOST_SECONDS:g} s")
                 else:
                     self._send(node.agent, Beat(node.generation, node.sent))

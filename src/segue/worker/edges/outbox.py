@@ -21,7 +21,7 @@ from segue.messages.wire import Chunk, Peer
 from segue.worker.edges.retained import Key, RetainedStore
 
 CHUNK_BYTES = 1024
-"""What a chunk costs beside its payload, in objects at either end; a chunk may be one row of codes."""
+"""What a chunk costs in addition to its payload, in objects at either end; a chunk may be one row of codes."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Channel:
     retain: bool
     """Keep payloads for a restart of the downstream stage; not if both stages are in one process."""
     overhead: int = 0
-    """Bytes that count for each chunk, beside its payload."""
+    """Bytes that count for each chunk, in addition to its payload."""
     start: int = 1
     """Chunks of a request that must be there before any is sent; the end of its stream counts as enough."""
     in_flight: int = 0

@@ -29,7 +29,7 @@ def run(spec: WorkerSpec, weights: Mapping[str, int]) -> None:
     stage."""
     # transformers warns at each load of every config in which one part names ids of another part's vocabulary
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    if (logs := configured()) is not None:  # as the fork server was told
+    if (logs := configured()) is not None:  # as the fork server's are
         level, as_json = logs
         configure_logging(level, as_json=as_json, worker=spec.worker)
     ranks = fork_ranks(spec)

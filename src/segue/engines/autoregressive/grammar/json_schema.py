@@ -97,8 +97,8 @@ def _read_over(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
         kinds = schema.get("type")
         if kinds == "number" or (isinstance(kinds, list) and "number" in kinds):
             yield "multipleOf", "of an integer alone"
-        elif beside := sorted(given & set(_BOUNDS)):
-            yield "multipleOf", f"not together with {', '.join(beside)}"
+        elif others := sorted(given & set(_BOUNDS)):
+            yield "multipleOf", f"not together with {', '.join(others)}"
     required, known = schema.get("required"), schema.get("properties", {})
     if isinstance(required, list) and isinstance(known, dict):
         for name in required:

@@ -102,7 +102,7 @@ class CompletesRows(Protocol):
         """(rows [n, groups] long, whether their logits are finite [n] bool). `recent`: as in `Draws`."""
 
 
-class Drawn:
+class SampledTokens:
     """Tokens that a step draws, on the device; `settle` turns them into results on the host."""
 
     def __init__(
@@ -134,10 +134,10 @@ class Drawn:
         self.codes: torch.Tensor | None = None
         """[rows, groups] long, if the stage model yields rows of codes."""
         if advance is not None:
-            codes, sound = advance.rows(hidden, self.tokens, samplers, generated, recent)
+            codes, finite_codes = advance.rows(hidden, self.tokens, samplers, generated, recent)
             self.codes = _forced_rows(sequences, codes)
             self.tokens = self.codes[:, 0].contiguous()  # heads may replace it
-            finite = finite.logical_and_(sound)
+            finite = finite.logical_and_(finite_codes)
         asked = likely.asked(_some(self.tokens, self._with_logprobs)) if likely else []
         scores = [] if before is None else [before.gather(1, _some(self.tokens, self._scored)[:, None])]
         rows = [] if self.codes is None else [self.codes]

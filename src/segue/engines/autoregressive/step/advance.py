@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveModel, Draws, DrawsByHead, Recordable, YieldsRows
-from segue.engines.autoregressive.sample.draw import Drawn, Rows, drawn_before
+from segue.engines.autoregressive.sample.draw import Rows, SampledTokens, drawn_before
 from segue.engines.autoregressive.sample.sampler import RowSampler
 from segue.engines.autoregressive.step.decode_graphs import batch_sizes
 from segue.kernels.graphs.replay import USES, NetworkGraphs, Replayer, replayer_on
@@ -53,7 +53,7 @@ class Advance:
             replayer.most = max(replayer.most, len(self._sizes))
             self._graphs = NetworkGraphs(self._run, device, replayer)
 
-    def recent(self, wanted: Rows, before: Drawn | None) -> torch.Tensor | None:
+    def recent(self, wanted: Rows, before: SampledTokens | None) -> torch.Tensor | None:
         """[n, looks_back, groups] long: the rows before the one that each sequence draws, as in `Draws`; None if
         the stage model does not read them. `before`: what the step in flight draws, not known on the host."""
         if not self._by_head:

@@ -12,7 +12,7 @@ import torch
 
 from segue.engines.autoregressive.branches.beam_group import BeamGroup
 from segue.engines.autoregressive.contract import AutoregressiveModel
-from segue.engines.autoregressive.sample.draw import Drawn, StepResult, branched, drawing
+from segue.engines.autoregressive.sample.draw import SampledTokens, StepResult, branched, drawing
 from segue.engines.autoregressive.sample.prompt_logprobs import gather_prompt_logprobs
 from segue.engines.autoregressive.schedule.jobs import Run
 from segue.engines.autoregressive.sequence import Sequence
@@ -52,7 +52,7 @@ class StepInFlight:
     """Its sequences were advanced as if it had completed (`AutoregressiveEngine._expect`)."""
     began: float = 0.0
     """`time.perf_counter()` before it was decided. The engine sets it."""
-    drawn: Drawn | None = None
+    drawn: SampledTokens | None = None
     """None if no sequence draws a token. `Dispatcher.run` fills this and all below."""
     captured: torch.Tensor | None = None
     """[tokens, width]"""
@@ -104,7 +104,7 @@ class Dispatcher:
         attention = joined(groups, self._store.layout.group_of)
         return StepInFlight({active[run.job.key]: run for run in ordered}, attention)
 
-    def run(self, step: StepInFlight, before: Drawn | None) -> None:
+    def run(self, step: StepInFlight, before: SampledTokens | None) -> None:
         """Forward, logits, draws. `before`: what the previous step draws if it has not completed."""
         model, runs = self._model, step.runs
         states = None if self._states is None else state_step(self._states, _stretches(runs.values()))
@@ -137,7 +137,9 @@ class Dispatcher:
             results.setdefault(sequence, StepResult()).finite = bool(finite[begin:end].all())
         return results
 
-    def _draw(self, runs: Mapping[Sequence, Run], hidden: torch.Tensor, before: Drawn | None) -> Drawn | None:
+    def _draw(
+        self, runs: Mapping[Sequence, Run], hidden: torch.Tensor, before: SampledTokens | None
+    ) -> SampledTokens | None:
         wanted, of_beams = branched(drawing(runs), self._share_size)
         rows = [row for its in wanted.values() for row in its]
         count = len(rows)
@@ -151,7 +153,7 @@ class Dispatcher:
         drawn = None
         if wanted:
             recent = None if self.advance is None else self.advance.recent(wanted, before)
-            drawn = Drawn(wanted, logits[:count], hidden[:count], self.advance, recent)
+            drawn = SampledTokens(wanted, logits[:count], hidden[:count], self.advance, recent)
         if of_beams:  # a search reads them on the host
             self._ranks.agree([logits[count:]])
         at = count

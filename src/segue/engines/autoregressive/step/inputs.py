@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveModel, EmbedsInPlace, FlatBatch, Prompt
-from segue.engines.autoregressive.sample.draw import Drawn
+from segue.engines.autoregressive.sample.draw import SampledTokens
 from segue.engines.autoregressive.schedule.jobs import Run
 from segue.engines.autoregressive.sequence import Sequence
 from segue.kernels.attention.paged_step import HybridStep, PagedStep
@@ -20,7 +20,7 @@ def flat_batch(
     model: AutoregressiveModel,
     runs: Mapping[Sequence, Run],
     attention: PagedStep | HybridStep,
-    before: Drawn | None,
+    before: SampledTokens | None,
     states: StateStep | None = None,
     *,
     groups: int = 0,
@@ -131,7 +131,7 @@ def _embed_rows(
     model: AutoregressiveModel,
     codes: torch.Tensor,
     moves: torch.Tensor,
-    before: Drawn | None,
+    before: SampledTokens | None,
     ranges: list[tuple[int, int]],
     rows: torch.Tensor | None,
 ) -> list[tuple[int, torch.Tensor]]:

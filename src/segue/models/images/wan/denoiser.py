@@ -76,8 +76,8 @@ class WanDenoiser(Denoiser):
     def trial_conditions(self, params: DiffusionParams) -> list[Condition]:
         text = torch.zeros(TEXT_TOKENS, self.network.config.text_dim, dtype=self.dtype, device=self.device)
         _, frames, height, width = self._shape.latents(params)
-        beside = self.network.config.in_channels - self._shape.channels
-        latents = torch.zeros(1, beside, frames, height, width, device=self.device) if beside else None
+        added = self.network.config.in_channels - self._shape.channels
+        latents = torch.zeros(1, added, frames, height, width, device=self.device) if added else None
         looks = None
         if self._shape.looks:
             shape = (self._shape.images[1], self._shape.seen, self.network.config.image_dim)

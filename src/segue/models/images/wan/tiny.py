@@ -139,12 +139,12 @@ def _make_image_encoder(directory: Path, seed: int) -> None:
 
 def _make_transformer(directory: Path, small: _Small, seed: int) -> None:
     channels = 48 if small.per_token else 16
-    beside = channels + 4 if small.images else 0
+    added = channels + 4 if small.images else 0
     seen = (_SIDE // _PATCH) ** 2 + 1
     network = LIBRARIES["diffusers"].WanTransformer3DModel(
         num_attention_heads=small.heads,
         attention_head_dim=small.head,
-        in_channels=channels + beside,
+        in_channels=channels + added,
         out_channels=channels,
         text_dim=_HIDDEN,
         freq_dim=32,
@@ -160,7 +160,7 @@ def _make_transformer(directory: Path, small: _Small, seed: int) -> None:
     randomise(network, seed, gains)
     generator = torch.Generator().manual_seed(seed)
     inputs: dict[str, Any] = {
-        "hidden_states": torch.randn(2, channels + beside, 2, 4, 4, generator=generator),
+        "hidden_states": torch.randn(2, channels + added, 2, 4, 4, generator=generator),
         "encoder_hidden_states": torch.randn(2, 512, _HIDDEN, generator=generator),
         "timestep": torch.tensor([300.0, 900.0]),
     }

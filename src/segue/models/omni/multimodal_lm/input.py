@@ -58,7 +58,7 @@ _REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, KeyError, ZeroDivi
 
 
 class InputProcessor(InputStage):
-    """Accepts messages with media and embeddings, a bare prompt or token ids with media beside them, or embeddings.
+    """Accepts messages with media and embeddings, a bare prompt or token ids along with media, or embeddings.
 
     Options: `limits`, a dict of `MediaLimits` fields.
     """
@@ -219,7 +219,7 @@ class InputProcessor(InputStage):
                 )
 
     def _prompted(self, request: Request, parts: list[MediaPart]) -> Processed:
-        """A bare prompt with one placeholder for each of the media beside it."""
+        """A bare prompt with one placeholder for each of its media."""
         text = request.prompt or ""
         check_text(text, self._processor.tokenizer, request, self._longest, _TEXT_STAGE, "prompt")
         found = {kind: text.count(placeholder) for kind, placeholder in self._processor.placeholders.items()}
@@ -232,7 +232,7 @@ class InputProcessor(InputStage):
             return self._processor(text, media, add_special_tokens=request.add_special_tokens)
 
     def _spliced(self, ids: list[int], parts: list[MediaPart], form: str) -> Processed:
-        """The ids of a prompt, with the media beside it in their places."""
+        """The ids of a prompt, with its media in their places."""
         media = self._media(parts)
         with _refusals(form):
             return self._moved(*spliced(self._processor, ids, media, form))

@@ -1,7 +1,7 @@
 """The torch half of the family: the stage model of each stage, and the transfer of each edge.
 
 Payloads, by edge. `T` prompt tokens, `n` rows of one medium, `H` hidden size of the thinker. Tensors are on any device;
-integers in lists are plain. Keys in brackets are optional; the text beside them says when they are present.
+integers in lists are plain. Keys in brackets are optional; the text after them says when they are present.
 
 **input → (both below)**: what `InputProcessor` makes of one request, one payload, final::
 

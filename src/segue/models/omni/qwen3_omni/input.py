@@ -43,21 +43,21 @@ class Reader(MediaReader):
         if not parts:
             return []
         media = [self.decoded(part, with_audio=with_audio) for part in parts]
-        sounds = _sounds(media, parts)
-        if sounds and max(map(len, sounds)) <= self.window // 2:  # the spectrum mirrors half a window at each end
+        waves = _waves(media, parts)
+        if waves and max(map(len, waves)) <= self.window // 2:  # the spectrum mirrors half a window at each end
             raise InvalidRequest(
-                f"the longest audio of the prompt has {max(map(len, sounds))} samples at {self.rate} Hz; at least "
+                f"the longest audio of the prompt has {max(map(len, waves))} samples at {self.rate} Hz; at least "
                 f"{self.window // 2 + 1} are needed",
                 field="messages",
             )
         made = self._made(parts, media)
-        longest = max((len(sound) for sound in sounds), default=0)
+        longest = max((len(wave) for wave in waves), default=0)
         width = min(longest // self.hop, self._piece)
         audio = iter(
             [
-                self.audio_entry(sound, features, mask, silence=min(longest - len(sound), self.window), width=width)
-                for sound, features, mask in zip(
-                    sounds, made.get("input_features", ()), made.get("feature_attention_mask", ()), strict=True
+                self.audio_entry(wave, features, mask, silence=min(longest - len(wave), self.window), width=width)
+                for wave, features, mask in zip(
+                    waves, made.get("input_features", ()), made.get("feature_attention_mask", ()), strict=True
                 )
             ]
         )
@@ -79,12 +79,12 @@ class Reader(MediaReader):
         """The processor's results; its text has the parts in order, with a border after each."""
         videos = [medium for medium in media if isinstance(medium, Video)]
         still = [medium for medium in media if not isinstance(medium, Video) and medium.ndim == 3]
-        sounds = _sounds(media, parts)
+        waves = _waves(media, parts)
         given: dict[str, Any] = {}
         if still:
             given["images"] = [Image.fromarray(pixels) for pixels in still]
-        if sounds:
-            given["audio"] = sounds
+        if waves:
+            given["audio"] = waves
         if videos:
             [rate, *others] = {video.fps for video in videos}
             if others:  # the processor takes one rate for all
@@ -121,7 +121,7 @@ class InputProcessor(OmniInput):
         super().__init__(ctx, Qwen3OmniMoeProcessor, _PLACEHOLDERS, frozenset(voices(ctx.model_dir)), Reader)
 
 
-def _sounds(media: Sequence[Decoded], parts: Sequence[MediaPart]) -> list[Samples]:
+def _waves(media: Sequence[Decoded], parts: Sequence[MediaPart]) -> list[Samples]:
     """All recordings of a prompt, audio tracks included, in order."""
     found: list[Samples] = []
     for medium, part in zip(media, parts, strict=True):

@@ -1,4 +1,4 @@
-"""Which tokens and media of a conversation the talker hears. T tokens of the thinker's prompt."""
+"""Which tokens and media of a conversation the talker receives. T tokens of the thinker's prompt."""
 
 from __future__ import annotations
 

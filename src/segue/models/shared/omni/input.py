@@ -185,7 +185,7 @@ class OmniInput(InputStage):
     def _with_media(
         self, ids: list[int], request: Request, form: str, *, with_audio: bool
     ) -> tuple[list[int], list[Expanded]]:
-        """The same for the ids of a prompt and the media beside it: a medium has one placeholder, or its ids."""
+        """The same for the ids of a prompt and its media: a medium has one placeholder, or its ids."""
         if not request.messages:
             if self._chat is not None and not own_tokens_only(request):
                 check_no_media(ids, {kind: frozenset({token}) for kind, token in self._placeholders().items()}, form)

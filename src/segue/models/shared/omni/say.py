@@ -1,6 +1,6 @@
 """Saying a given text with an omni model: the text is its reply, given instead of sampled. No torch here.
 
-The thinker computes the reply as if it had written it, so the talker hears its hidden states as after any reply.
+The thinker computes the reply as if it had written it, so the talker receives its hidden states as after any reply.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Awq:
         if width * _IN_WORD < groups:
             raise Unreadable("qzeros", f"is {list(zeros.shape)}; {inputs} inputs have {groups} groups")
         must_be("qzeros", zeros, (outputs, width), f"of {outputs} outputs")
-        must_be("scales", scales, (outputs, width * _IN_WORD), f"beside zeros {list(zeros.shape)}")
+        must_be("scales", scales, (outputs, width * _IN_WORD), f"for zeros of {list(zeros.shape)}")
         numbers, zero = unpacked(packed, 4, inputs), unpacked(zeros, 4, groups)
         return Grouped(numbers, scales[:, :groups], zero, 4, in_order(inputs, self._size or inputs, packed.device))
 

@@ -104,7 +104,7 @@ def _packed_layers(checkpoint: Checkpoint, format: Format) -> dict[str, dict[str
             [name, *_] = sorted(names.values())
             marks = " or ".join(sorted(format.leaves[mark] for mark in format.marks))
             raise ConfigError(
-                f"{checkpoint.path_of(name)}: tensor {name!r} has no {marks} beside it",
+                f"{checkpoint.path_of(name)}: tensor {name!r} has no {marks}",
                 field="model",
             )
     return packed

@@ -112,15 +112,15 @@ def _call(call: Any, field: str) -> Any:
 
 def given_as(request: Request, *, embeds: bool = False, media: bool = False) -> str:
     """The form of a request's prompt: `messages`, `prompt`, `prompt_token_ids` or, with `embeds`, `prompt_embeds`.
-    Raises `InvalidRequest` unless it has exactly one. `media`: a prompt or ids may have media beside them."""
-    beside = (request.prompt is not None or request.prompt_token_ids is not None) and _media_only(request.messages)
-    if beside and not media:
+    Raises `InvalidRequest` unless it has exactly one. `media`: a prompt or ids may have media along with them."""
+    with_media = (request.prompt is not None or request.prompt_token_ids is not None) and _media_only(request.messages)
+    if with_media and not media:
         field = request.media()[0].field or "messages"
         raise InvalidRequest(
-            f"{field} is given beside a prompt; this model takes media in messages only, if any", field=field
+            f"{field} is given along with a prompt; this model takes media in messages only, if any", field=field
         )
     values = {
-        "messages": None if beside else request.messages or None,
+        "messages": None if with_media else request.messages or None,
         "prompt": request.prompt,
         "prompt_token_ids": request.prompt_token_ids,
         "prompt_embeds": request.prompt_embeds,

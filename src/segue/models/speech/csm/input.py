@@ -44,7 +44,7 @@ _SPOKEN = ("user", "assistant")
 
 
 class InputProcessor(InputStage):
-    """Accepts messages, or a bare prompt (`[0]Hello`) or text ids with a placeholder for each recording beside them.
+    """Accepts messages, or a bare prompt (`[0]Hello`) or text ids along with recordings, a placeholder for each.
 
     Options: `limits`, a dict of `MediaLimits` fields.
     """

@@ -39,7 +39,7 @@ SPECIAL = 2
 
 
 class TwoPaths(HiggsAudioV2Model):
-    """The library's decoder, told which rows are audio: those take the audio layers, all others the text layers."""
+    """The library's decoder. Its caller says which rows are audio: they take the audio layers, others those of text."""
 
     def get_placeholder_mask(
         self, input_ids: Tensor | None, inputs_embeds: Tensor, audio_input_ids_mask: Tensor | None

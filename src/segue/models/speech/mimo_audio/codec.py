@@ -266,6 +266,6 @@ def _rotary(x_BtC: Tensor, codec: Codec, heads: int) -> tuple[Tensor, Tensor]:
 
 
 def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """[B, heads, t, head dim] → the same, turned by RoPE."""
+    """[B, heads, t, head dim] → the same, with RoPE."""
     first, second = x.chunk(2, dim=-1)
     return x * rotary[0] + torch.cat([-second, first], dim=-1) * rotary[1]

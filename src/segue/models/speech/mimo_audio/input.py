@@ -186,10 +186,10 @@ def _write(script: Script, messages: Sequence[Message], asked: _Asked) -> None:
             f"the system message has {len(voices)} recordings; the reply has one voice", field="messages"
         )
     voice = voices[0] if voices else None
-    told = "\n".join(text for message in before if (text := _text(message)))
+    system = "\n".join(text for message in before if (text := _text(message)))
     turns = [message for message in messages if message.role != "system"]
     if asked.spoken and len(turns) == 1 and not _recordings(turns[0]):
-        if told:
+        if system:
             raise InvalidRequest(
                 "a system message has a text, but the user's text is said; send it as the option instructions",
                 field="messages",
@@ -231,8 +231,8 @@ def _converse(script: Script, turns: Sequence[Message], asked: _Asked, told: str
             _replied(script, message)
             continue
         script.open("user")
-        if told and number == 0:
-            script.text(told)
+        if system and number == 0:
+            script.text(system)
             script.text("\n\n")
         script.parts(message.content)
         script.close()

@@ -88,7 +88,7 @@ class SpeechSession:
         """Their characters."""
         self._closing = False
         """Whether the client has sent `session.close`."""
-        self._heard = self._said = asyncio.get_running_loop().time()
+        self._last_message = self._said = asyncio.get_running_loop().time()
         """When the last message came, and when a unit was last sent whole, in the event loop's time."""
 
     async def run(self) -> None:
@@ -98,7 +98,7 @@ class SpeechSession:
     async def _read(self) -> None:
         """Take the client's messages until it leaves. Raises the error that ends the session."""
         while (message := await self._receive()) is not None:
-            self._heard = asyncio.get_running_loop().time()
+            self._last_message = asyncio.get_running_loop().time()
             if self._closing:
                 continue
             try:
@@ -125,10 +125,10 @@ class SpeechSession:
         """Until when the next message must come, in the event loop's time."""
         stall = self._settings.stall_seconds
         if self._text is not None:
-            return min(self._text.last, self._heard + stall)
+            return min(self._text.last, self._last_message + stall)
         if self._given:
             return asyncio.get_running_loop().time() + stall
-        return max(self._heard, self._said) + stall
+        return max(self._last_message, self._said) + stall
 
     def _too_late(self, now: float) -> SessionTimeout:
         stall = self._settings.stall_seconds
@@ -144,7 +144,7 @@ class SpeechSession:
             if self._text is not None:
                 raise InvalidRequest("session.config came within a text; send input.done first", field="type")
             self._config = await self._checking.run(session_config, values, self._service.card, self._settings)
-            self._heard = asyncio.get_running_loop().time()  # a recording may have been fetched
+            self._last_message = asyncio.get_running_loop().time()  # a recording may have been fetched
         elif kind == "session.close":
             if self._text is not None:
                 self._end_passage(self._text)

@@ -12,13 +12,13 @@ from typing import Annotated, Any
 
 import msgspec
 
-from segue.media.parts import messages_from, messages_schema, parts_beside
+from segue.media.parts import messages_from, messages_schema, multi_modal_parts
 from segue.messages.deltas import TokenLogprobs, TopToken
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, diffusion_from
 from segue.messages.errors import InvalidRequest, NotFound, SegueError, nearest, shown, wrong
 from segue.messages.formats import Format, check_audio_format
 from segue.messages.limits import check_lists
-from segue.messages.request import BESIDE, MediaPart, Message, Request
+from segue.messages.request import MULTI_MODAL_DATA, MediaPart, Message, Request
 from segue.models.shared.dialects.dialect import Dialect
 from segue.orchestrator.service import ModelCard
 from segue.orchestrator.tokenless import refusal
@@ -90,7 +90,7 @@ Messages = Annotated[Any, msgspec.Meta(extra_json_schema=messages_schema())]
 """Raw message objects; `messages_from` checks them."""
 
 
-Beside = dict[str, str | list[str]] | None
+MultiModalData = dict[str, str | list[str]] | None
 """Media of a prompt: kind → a URL, or a list of URLs."""
 
 
@@ -107,7 +107,7 @@ class ChatBody(CommonBody, kw_only=True):
     messages: Messages = None
     prompt_token_ids: list[int] | None = None
     """Token ids instead of messages."""
-    multi_modal_data: Beside = None
+    multi_modal_data: MultiModalData = None
     """Media for the placeholders of `prompt_token_ids`."""
     modalities: list[str] | None = None
     audio: AudioOptions | None = None
@@ -380,10 +380,11 @@ def _messages(body: ChatBody, card: ModelCard, settings: ServerSettings) -> list
         if body.messages is not None:
             raise InvalidRequest("messages and prompt_token_ids are given; give one", field="prompt_token_ids")
         checked_token_ids(body.prompt_token_ids, "prompt_token_ids")
-        return media_beside(body.multi_modal_data, card, settings)
+        return multi_modal_messages(body.multi_modal_data, card, settings)
     if body.multi_modal_data:
         raise InvalidRequest(
-            f"{BESIDE} is given without prompt_token_ids; in messages, media are parts of the content", field=BESIDE
+            f"{MULTI_MODAL_DATA} is given without prompt_token_ids; in messages, media are parts of the content",
+            field=MULTI_MODAL_DATA,
         )
     if body.messages is None:
         raise InvalidRequest("messages is missing", field="messages")
@@ -397,9 +398,9 @@ def checked_messages(messages: Any, card: ModelCard, settings: ServerSettings) -
     return checked
 
 
-def media_beside(data: Beside, card: ModelCard, settings: ServerSettings) -> list[Message]:
+def multi_modal_messages(data: MultiModalData, card: ModelCard, settings: ServerSettings) -> list[Message]:
     """The media of a prompt as a message, if there are any. Blocking (media). Raises `InvalidRequest`."""
-    parts = parts_beside(data, settings.media) if data else []
+    parts = multi_modal_parts(data, settings.media) if data else []
     messages = [Message("user", [*parts])] if parts else []
     _check_kinds(messages, card)
     return messages

@@ -10,7 +10,7 @@ from typing import Any
 from segue.graph.parts import TOKENS
 from segue.messages.errors import InvalidRequest
 from segue.messages.limits import check_count
-from segue.messages.request import BESIDE, Request
+from segue.messages.request import MULTI_MODAL_DATA, Request
 from segue.orchestrator.service import ModelCard
 from segue.orchestrator.tokenless import refusal
 from segue.server.generation.parameters import (
@@ -28,7 +28,7 @@ from segue.server.generation.parameters import (
 from segue.server.generation.sampling import choices_of, sampling_of, seeds_of, together
 from segue.server.generation.text_requests import texts_of
 from segue.server.http.errors import not_for_this_model
-from segue.server.openai.chat.request import Beside, media_beside
+from segue.server.openai.chat.request import MultiModalData, multi_modal_messages
 from segue.server.settings import ServerSettings
 from segue.server.vllm.parameters import VLLM_UNSUPPORTED
 
@@ -43,7 +43,7 @@ class CompletionBody(CommonBody, kw_only=True):
     """A text, token ids, or a list of either."""
     prompt_embeds: str | list[str] | None = None
     """vLLM's, instead of a prompt: base64 of a file with a tensor, or a list of these."""
-    multi_modal_data: Beside = None
+    multi_modal_data: MultiModalData = None
     """Media for the placeholders of the prompt: kind → a URL, or a list of URLs."""
     echo: bool | None = None
     logprobs: int | None = None
@@ -90,10 +90,10 @@ def completion_request(values: dict[str, Any], card: ModelCard, settings: Server
     now = time.time()
     common = common_fields(body, card, now)
     prompts = _given(body)
-    media = media_beside(body.multi_modal_data, card, settings)
+    media = multi_modal_messages(body.multi_modal_data, card, settings)
     if media and (len(prompts) > 1 or body.prompt is None):
         right = f"prompt has {len(prompts)} prompts; send one" if body.prompt else "prompt_embeds have no place for it"
-        raise InvalidRequest(f"{BESIDE} is given, but {right}", field=BESIDE)
+        raise InvalidRequest(f"{MULTI_MODAL_DATA} is given, but {right}", field=MULTI_MODAL_DATA)
     # reported tokens are in the log-probabilities
     logprobs = 0 if body.logprobs is None and body.logprob_token_ids else body.logprobs
     echo = bool(body.echo)

@@ -9,7 +9,7 @@ import msgspec
 from segue.engines.autoregressive.schedule.jobs import Decision, Job, Run
 
 
-class DecidedRun(msgspec.Struct, array_like=True):
+class RunMessage(msgspec.Struct, array_like=True):
     """A `Run`; the fields have the same names."""
 
     key: str
@@ -23,17 +23,17 @@ class DecidedRun(msgspec.Struct, array_like=True):
     keep: tuple[int, ...]
 
 
-class Decided(msgspec.Struct, array_like=True):
+class DecisionMessage(msgspec.Struct, array_like=True):
     """A `Decision`."""
 
     preempt: list[str]
-    runs: list[DecidedRun]
+    runs: list[RunMessage]
 
     @classmethod
-    def of(cls, decision: Decision) -> Decided:
+    def of(cls, decision: Decision) -> DecisionMessage:
         """Name the sequences of a decision."""
         runs = [
-            DecidedRun(
+            RunMessage(
                 run.job.key, run.start, run.tokens, run.allocate, run.hit, run.copy, run.drafts, run.wanted, run.keep
             )
             for run in decision.runs
