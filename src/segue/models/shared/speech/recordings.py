@@ -1,9 +1,10 @@
-"""A stage that encodes the recordings of a conversation into codes."""
+"""The recordings of a conversation: a stage that encodes them into codes, and what a decoder gets of them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -61,6 +62,28 @@ class RecordingEncoder(ABC):
 
     def end(self, state: str) -> None:
         """Nothing to free: no state is kept per request."""
+
+
+@dataclass(slots=True)
+class PromptParts:
+    """The parts of one request's prompt that have arrived at the decoder, from the input stage and from `encoder`."""
+
+    ids: torch.Tensor | None = None
+    """[T] text ids on the CPU, with placeholders for the recordings."""
+    recordings: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By place in the prompt: the codes of a recording, one row per frame or patch."""
+    prompted: bool = False
+    """The prompt was made."""
+
+    def take(self, upstream: str, payload: Payload) -> None:
+        if upstream == "encoder":  # what it sent before a restart comes again
+            self.recordings.update((item["index"], item["codes"]) for item in payload["media"])
+        else:
+            self.ids = payload["token_ids"].cpu()
+
+    def in_order(self) -> list[torch.Tensor]:
+        """The recordings in prompt order."""
+        return [self.recordings[index] for index in sorted(self.recordings)]
 
 
 def _coded(numbered: tuple[int, Payload], codes: Mapping[tuple[str, bytes], torch.Tensor]) -> Payload:

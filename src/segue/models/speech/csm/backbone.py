@@ -12,7 +12,6 @@ at: if it is another, the row ends the utterance, too, and is spoken (`rows_with
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -34,21 +33,11 @@ from segue.models.shared.checkpoint.checkpoint import held_bytes
 from segue.models.shared.checkpoint.pretrained import errors_only
 from segue.models.shared.decoder.decoder import PagedDecoder
 from segue.models.shared.decoder.generation import context_length, default_sampling, generation_of
+from segue.models.shared.speech.recordings import PromptParts
 from segue.models.shared.speech.talker import SpokenCodes
 from segue.models.speech.csm.depth import DepthDecoder, depth_sampling
 from segue.models.speech.csm.family import VOICES, speaker
 from segue.models.speech.csm.loading import load_config, load_language_models
-
-
-@dataclass(slots=True)
-class _State:
-    """The parts of one request's prompt that have arrived."""
-
-    ids: torch.Tensor | None = None
-    """[T'] text ids; each recording is one `audio_token_id`."""
-    recordings: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By place in the prompt: [frames, K] rows of codes."""
-    prompted: bool = False
 
 
 class Backbone:
@@ -91,22 +80,19 @@ class Backbone:
         self.end_token_ids: frozenset[int] = frozenset()  # a code 0 ends nothing
         self.default_sampling: SamplingParams = default_sampling(generation)
 
-    def begin(self, request: StageRequest) -> _State:
+    def begin(self, request: StageRequest) -> PromptParts:
         """Raises `NotFound` for an unknown voice."""
         speaker(request.request.voice)
-        return _State()
+        return PromptParts()
 
     @torch.inference_mode()
-    def feed(self, state: _State, upstream: str, payload: Payload, *, final: bool) -> Fed:
+    def feed(self, state: PromptParts, upstream: str, payload: Payload, *, final: bool) -> Fed:
         """The conversation's ids and its recordings' codes → the prompt, once all have arrived."""
-        if upstream == "encoder":  # what it sent before a restart comes again
-            state.recordings.update((item["index"], item["codes"]) for item in payload["media"])
-        else:
-            state.ids = payload["token_ids"]
+        state.take(upstream, payload)
         if state.prompted or state.ids is None or len(state.recordings) < int((state.ids == self._audio).sum()):
             return Fed()
         state.prompted = True
-        return Fed(prompt=self._prompt(state.ids, [state.recordings[index] for index in sorted(state.recordings)]))
+        return Fed(prompt=self._prompt(state.ids, state.in_order()))
 
     @torch.inference_mode()
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
@@ -138,7 +124,7 @@ class Backbone:
         raise StageFailed("the backbone makes codes, not text")
 
     def _prompt(self, ids: torch.Tensor, recordings: Sequence[torch.Tensor]) -> Prompt:
-        """Put the recordings' rows in the places of their tokens."""
+        """Put the recordings' rows [frames, K] in the places of their tokens."""
         waiting = iter(recordings)
         end = torch.full((1, self.groups), self._end)
         text = self.embed(ids.to(self.device), None)

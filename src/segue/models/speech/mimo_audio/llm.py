@@ -29,6 +29,7 @@ from segue.kernels.prepare import DECODE_ROWS, Plan, prepare, prepared_bytes
 from segue.messages.sampling import SamplingParams
 from segue.models.shared.checkpoint.checkpoint import held_bytes
 from segue.models.shared.decoder.decoder import PagedDecoder
+from segue.models.shared.speech.recordings import PromptParts
 from segue.models.shared.text.tokenizer import decode, vocabulary_of
 from segue.models.speech.mimo_audio.config import read_config
 from segue.models.speech.mimo_audio.loading import load_language_model
@@ -36,17 +37,24 @@ from segue.models.speech.mimo_audio.patch_decoder import PatchDecoder, code_samp
 from segue.models.speech.mimo_audio.tokens import EMPTY, SPOKEN_END, STOP, TURN_END, id_of, tokenizer_of
 
 
-@dataclass(slots=True)
-class _State:
-    """The parts of one request's prompt that have arrived."""
+@dataclass
+class _Parts(PromptParts):
+    """Earlier replies have patches, too."""
 
-    ids: Tensor | None = None
-    """[T]; each patch of a recording is one `<|empty|>`."""
-    recordings: dict[int, Tensor] = field(default_factory=dict)
-    """By place in the prompt: [patches, G · K]."""
     replies: list[tuple[int, Tensor]] = field(default_factory=list)
-    """Of earlier replies: how many recordings are before it, and its patches."""
-    prompted: bool = False
+    """How many recordings are before each, and its patches."""
+
+    def take(self, upstream: str, payload: Payload) -> None:
+        super().take(upstream, payload)
+        if upstream != "encoder":
+            self.replies = [(one["after"], one["codes"].cpu()) for one in payload.get("replies", [])]
+
+    def in_order(self) -> list[Tensor]:
+        """Recordings and replies in prompt order."""
+        patches = [((index, 1), codes) for index, codes in self.recordings.items()]
+        patches += [((before, 0), codes) for before, codes in self.replies]
+        patches.sort(key=lambda one: one[0])  # of replies with equally many recordings before them, the order stays
+        return [codes for _, codes in patches]
 
 
 class LLM:
@@ -85,32 +93,26 @@ class LLM:
         self.end_token_ids = frozenset(id_of(self._tokenizer, token) for token in (STOP, TURN_END))
         self.default_sampling = SamplingParams(temperature=0.6, top_p=0.95, max_tokens=8192)
 
-    def begin(self, request: StageRequest) -> _State:
+    def begin(self, request: StageRequest) -> _Parts:
         """A reply that is spoken ends with its speech, even if nobody listens."""
         sampling = request.sampling
         spoken = request.downstreams or request.request.options.get("few_shot")
         if spoken and not sampling.ignore_eos:
             ends = sorted({*(sampling.stop_token_ids or ()), self._spoken_end})
             request.sampling = msgspec.structs.replace(sampling, stop_token_ids=ends)
-        return _State()
+        return _Parts()
 
     @torch.inference_mode()
-    def feed(self, state: _State, upstream: str, payload: Payload, *, final: bool) -> Fed:
+    def feed(self, state: _Parts, upstream: str, payload: Payload, *, final: bool) -> Fed:
         """The conversation's ids and its recordings' codes → the prompt, once all have arrived."""
-        if upstream == "encoder":  # what it sent before a restart comes again
-            state.recordings.update((item["index"], item["codes"]) for item in payload["media"])
-        else:
-            state.ids = payload["token_ids"].cpu()
-            state.replies = [(one["after"], one["codes"].cpu()) for one in payload.get("replies", [])]
+        state.take(upstream, payload)
         if state.prompted or state.ids is None:
             return Fed()
-        patches = [((index, 1), codes) for index, codes in state.recordings.items()]
-        patches += [((before, 0), codes) for before, codes in state.replies]
-        if sum(len(codes) for _, codes in patches) < int((state.ids == self._empty).sum()):
+        patches = state.in_order()
+        if sum(map(len, patches)) < int((state.ids == self._empty).sum()):
             return Fed()
         state.prompted = True
-        patches.sort(key=lambda one: one[0])  # of replies with equally many recordings before them, the order stays
-        return Fed(prompt=self._prompt(state.ids, [codes for _, codes in patches]))
+        return Fed(prompt=self._prompt(state.ids, patches))
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor, conditioning: Tensor | None) -> Tensor:
