@@ -34,6 +34,8 @@ class InputStage(ABC):
     """Whether parts of messages may be embeddings (`TextPart.embeds`)."""
     goes_on = False
     """Whether `process` makes one prompt of a request and those before it (`Request.earlier`)."""
+    alone = False
+    """Whether each request is a call of its own: no request then waits until the media of another are decoded."""
 
     @abstractmethod
     def process(self, request: Request) -> Payload:
@@ -57,7 +59,9 @@ class InputStage(ABC):
         """One work item for each piece of the request. More follow if it is open."""
         asked = request.request
         first, *others = self.pieces(asked, appended=False)
-        works = [Work(asked.request_id, first), *(Work(asked.request_id, _Appended(piece)) for piece in others)]
+        bucket = asked.request_id if self.alone else None
+        items: list[Request | _Appended] = [first, *(_Appended(piece) for piece in others)]
+        works = [Work(asked.request_id, item, bucket=bucket) for item in items]
         works[-1].last = not asked.open
         return asked, works
 

@@ -12,8 +12,7 @@ import msgspec
 import torch
 from PIL import Image
 
-from segue.engines.contract import LoadContext, Payload, StageRequest
-from segue.engines.module.contract import Work
+from segue.engines.contract import LoadContext, Payload
 from segue.graph.parts import TOKENS
 from segue.media.image import decode_image
 from segue.media.limits import MediaLimits
@@ -56,6 +55,7 @@ class InputProcessor(InputStage):
     """
 
     goes_on = True
+    alone = True
 
     def __init__(self, ctx: LoadContext) -> None:
         """Raises `ConfigError`, also for a tokenizer without the model's marks."""
@@ -71,10 +71,6 @@ class InputProcessor(InputStage):
             if missing := [mark for mark in MARKS if mark not in ids]:
                 raise ConfigError(f"{ctx.model_dir}: its tokenizer has no token {missing[0]!r}", field="model")
             self._marks = Marks(*(ids[mark] for mark in MARKS))
-
-    def begin(self, request: StageRequest) -> tuple[None, list[Work]]:
-        # one bucket per request: no request waits until the images of another are decoded
-        return None, [Work(request.request_id, request.request, bucket=request.request_id, last=True)]
 
     @torch.inference_mode()
     def process(self, request: Request) -> Payload:

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from segue.engines.contract import LoadContext, Payload, StageRequest
-from segue.engines.module.contract import Work
+from segue.engines.contract import LoadContext, Payload
 from segue.graph.parts import TOKENS
 from segue.media.audio import decode_audio
 from segue.media.image import decode_image
@@ -63,6 +62,7 @@ class InputProcessor(InputStage):
     Options: `limits`, a dict of `MediaLimits` fields.
     """
 
+    alone = True
     takes_embeds = True
     _least = 2
     """Minimum tokens of a unit."""
@@ -80,10 +80,6 @@ class InputProcessor(InputStage):
         self._width: int = text.hidden_size
         self._most_bytes: int = ctx.options.get("max_prompt_embeds_bytes", 0)
         self._marked = marked_tokenizer(ctx.model_dir) if self._most_bytes and self._template is not None else None
-
-    def begin(self, request: StageRequest) -> tuple[None, list[Work]]:
-        # one bucket per request: no request waits until the media of another are decoded
-        return None, [Work(request.request_id, request.request, bucket=request.request_id, last=True)]
 
     @torch.inference_mode()
     def process(self, request: Request) -> Payload:

@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 import torch
 
-from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.engines.contract import LoadContext, Payload
 from segue.engines.module.contract import Result, Work
 from segue.graph.parts import TOKENS
 from segue.media.limits import MediaLimits
@@ -52,6 +52,7 @@ class OmniInput(InputStage):
     """
 
     goes_on = True
+    alone = True
 
     def __init__(
         self,
@@ -84,10 +85,6 @@ class OmniInput(InputStage):
         """Process one short text."""
         if self._chat is not None:
             self.process(Request(request_id="warm-up", messages=[Message("user", [TextPart("Good morning!")])]))
-
-    def begin(self, request: StageRequest) -> tuple[None, list[Work]]:
-        # one bucket per request: no request waits until the media of another are decoded
-        return None, [Work(request.request_id, request.request, bucket=request.request_id, last=True)]
 
     @torch.inference_mode()
     def run(self, works: list[Work]) -> list[Result]:

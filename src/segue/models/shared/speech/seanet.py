@@ -12,11 +12,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from segue.messages.errors import ConfigError
 from segue.models.shared.speech.pieces import Carry, Ring, window
+
+_CAUSAL = {"use_causal_conv": True, "trim_right_ratio": 1.0, "pad_mode": "constant"}
+
+
+def check_causal(codec: Any, path: Path, of: str = "") -> None:
+    """Raise `ConfigError`, naming the config file, unless a codec's decoder can run piece by piece. `of`: which config
+    of the file it is."""
+    for name, wanted in _CAUSAL.items():
+        if getattr(codec, name) != wanted:
+            raise ConfigError(
+                f"{path}: {name}{of} is {getattr(codec, name)!r}; served is only {wanted!r}", field="model"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,13 @@ a special token.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.engines.contract import LoadContext, Payload
 from segue.engines.module.contract import Result, Work
 from segue.graph.parts import TOKENS
 from segue.media.audio import decode_audio
@@ -24,6 +23,7 @@ from segue.messages.request import MediaPart, Message, Request, TextPart
 from segue.models.shared.decoder.generation import context_length
 from segue.models.shared.input_stage import InputStage
 from segue.models.shared.placeholders import check_counts
+from segue.models.shared.speech.recordings import recording_item
 from segue.models.shared.text.prompt import (
     check_length,
     check_text,
@@ -49,6 +49,8 @@ class InputProcessor(InputStage):
     Options: `limits`, a dict of `MediaLimits` fields.
     """
 
+    alone = True
+
     def __init__(self, ctx: LoadContext) -> None:
         config = load_config(ctx)
         self._vocab: int = config.text_vocab_size
@@ -63,10 +65,6 @@ class InputProcessor(InputStage):
                 f"{ctx.model_dir}: the tokenizer has no bos_token or no eos_token, which enclose each text",
                 field="model",
             )
-
-    def begin(self, request: StageRequest) -> tuple[None, list[Work]]:
-        # one bucket per request: no request waits until the recordings of another are decoded
-        return None, [Work(request.request_id, request.request, bucket=request.request_id, last=True)]
 
     @torch.inference_mode()
     def run(self, works: list[Work]) -> list[Result]:
@@ -137,7 +135,7 @@ class InputProcessor(InputStage):
 
     def _recording(self, part: MediaPart) -> Payload:
         samples = np.ascontiguousarray(decode_audio(part, self._rate, self._limits))
-        return {"hash": hashlib.blake2b(samples.data, digest_size=32).digest(), "samples": torch.from_numpy(samples)}
+        return recording_item(samples)
 
 
 def _with_voice(request: Request) -> list[Message]:

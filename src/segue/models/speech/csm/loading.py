@@ -20,6 +20,7 @@ from segue.messages.errors import ConfigError
 from segue.models.shared.checkpoint import pretrained
 from segue.models.shared.checkpoint.checkpoint import Checkpoint, load_module
 from segue.models.shared.checkpoint.pretrained import errors_only, load_part
+from segue.models.shared.speech.seanet import check_causal
 from segue.models.speech.csm.library import CsmConfig, CsmForConditionalGeneration, MimiConfig, MimiModel
 
 _FLAT = {
@@ -31,8 +32,6 @@ _FLAT = {
     "decoder.upsample.": "upsample.",
 }
 """Prefix of names in the codec's halves → in the flat layout."""
-_STREAMED = {"use_causal_conv": True, "trim_right_ratio": 1.0, "pad_mode": "constant"}
-"""What the codec must be for its decoder to run piece by piece."""
 
 
 class LanguageModels(CsmForConditionalGeneration):
@@ -66,11 +65,7 @@ def load_config(ctx: LoadContext) -> CsmConfig:
     ):
         if one != other:
             raise ConfigError(f"{path}: {name} is {one}, but the backbone's is {other}", field="model")
-    for name, wanted in _STREAMED.items():
-        if getattr(codec, name) != wanted:
-            raise ConfigError(
-                f"{path}: {name} of codec_config is {getattr(codec, name)!r}; served is only {wanted!r}", field="model"
-            )
+    check_causal(codec, path, " of codec_config")
     if not isinstance(config.codebook_eos_token_id, int):
         raise ConfigError(
             f"{path}: codebook_eos_token_id is {config.codebook_eos_token_id!r}; it must be one code", field="model"

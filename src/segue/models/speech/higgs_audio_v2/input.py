@@ -21,16 +21,18 @@ import torch
 from segue.engines.contract import LoadContext, Payload
 from segue.graph.parts import TOKENS
 from segue.messages.errors import ConfigError, InvalidRequest, NotFound, wrong
-from segue.messages.request import Message, Request, TextPart
+from segue.messages.request import Message, Request
 from segue.models.shared.decoder.generation import context_length
 from segue.models.shared.input_stage import InputStage
-from segue.models.shared.text.prompt import check_length, check_text, client_tokens, given_as, own_tokens_only
+from segue.models.shared.speech.text import check_not_blank, form_of, text_of
+from segue.models.shared.text.prompt import check_length, check_text, client_tokens, own_tokens_only
 from segue.models.shared.text.tokenizer import load_tokenizer
 from segue.models.speech.higgs_audio_v2.loading import load_config
 
 SYSTEM = "Generate audio following instruction."
 """The system message if a request has none."""
 _STAGE = "llm"
+_ADVICE = ": speech in the voice of a recording is not served"
 _MARKS = (
     "<|begin_of_text|>",
     "<|start_header_id|>",
@@ -110,19 +112,12 @@ class InputProcessor(InputStage):
 
 def _said(request: Request) -> tuple[str, str, str, str]:
     """(system message, description of the scene, the text to say, the field that it is in). Raises `InvalidRequest`."""
-    form = given_as(request)
-    if form == "prompt_token_ids":
-        raise InvalidRequest("this model says a text; send a message in place of prompt_token_ids", field=form)
-    for name, sampling in request.sampling.items():
-        if sampling.truncate_prompt_tokens is not None:
-            field = f"sampling.{name}.truncate_prompt_tokens"
-            raise InvalidRequest(f"{field} is set, but this model says its whole text; leave it out", field=field)
+    form = form_of(request)
     if form == "prompt":
         system, scene, text = SYSTEM, "", request.prompt or ""
     else:
         system, scene, text = _of(request.messages)
-    if not text.strip():
-        raise InvalidRequest(f"{form} has no text to say", field=form)
+    check_not_blank(text, form)
     return system, scene, text, form
 
 
@@ -136,18 +131,5 @@ def _of(messages: list[Message]) -> tuple[str, str, str]:
             "optional, and then the text to say as one user message",
             field="messages",
         )
-    texts = {message.role: _text(message, number) for number, message in enumerate(messages)}
+    texts = {message.role: text_of(message, number, _ADVICE) for number, message in enumerate(messages)}
     return texts.get("system", SYSTEM), texts.get("scene", ""), texts["user"]
-
-
-def _text(message: Message, number: int) -> str:
-    texts = []
-    for index, part in enumerate(message.content):
-        if not isinstance(part, TextPart):
-            field = part.field or f"messages[{number}].content[{index}]"
-            raise InvalidRequest(
-                f"{field} is {part.kind}; this model takes text: speech in the voice of a recording is not served",
-                field=field,
-            )
-        texts.append(part.text)
-    return "\n".join(texts)

@@ -3,7 +3,6 @@ payload; `prompt` has the forms of prompts."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.engines.contract import LoadContext, Payload
 from segue.engines.module.contract import Result, Work
 from segue.graph.parts import TOKENS
 from segue.media.audio import decode_audio
@@ -21,6 +20,7 @@ from segue.messages.request import MediaPart, Message, Part, Request, TextPart
 from segue.messages.units import Unit, ids_of, rows_of
 from segue.models.shared.input_stage import InputStage
 from segue.models.shared.text.going_on import requests_of
+from segue.models.shared.speech.recordings import recording_item
 from segue.models.shared.text.prompt import (
     check_length,
     check_text,
@@ -58,6 +58,7 @@ class InputProcessor(InputStage):
     """
 
     goes_on = True
+    alone = True
 
     def __init__(self, ctx: LoadContext) -> None:
         """Raises `ConfigError` for an unreadable checkpoint, or one without a tokenizer."""
@@ -68,10 +69,6 @@ class InputProcessor(InputStage):
         self._longest = min(ctx.max_model_len or longest, longest)
         self._limits = MediaLimits.from_options(ctx.options.get("limits", {}))
         self.budget = self._limits.budget
-
-    def begin(self, request: StageRequest) -> tuple[None, list[Work]]:
-        # one bucket per request: no request waits until the recordings of another are decoded
-        return None, [Work(request.request_id, request.request, bucket=request.request_id, last=True)]
 
     @torch.inference_mode()
     def run(self, works: list[Work]) -> list[Result]:
@@ -155,8 +152,7 @@ class InputProcessor(InputStage):
                 field=field,
             )
         patches = -(-frames_of(len(samples), self._codec) // self._config.group_size)
-        item = {"hash": hashlib.blake2b(samples.data, digest_size=32).digest(), "samples": torch.from_numpy(samples)}
-        return item, patches
+        return recording_item(samples), patches
 
 
 def _asked(request: Request) -> _Asked:

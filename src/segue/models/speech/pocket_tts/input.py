@@ -12,11 +12,12 @@ import torch
 from segue.engines.contract import LoadContext, Payload
 from segue.graph.parts import TOKENS
 from segue.messages.errors import ConfigError, InvalidRequest, NotFound, nearest
-from segue.messages.request import MediaPart, Request, TextPart
+from segue.messages.request import Request
 from segue.models.shared.checkpoint.files import read_object
 from segue.models.shared.decoder.generation import context_length
 from segue.models.shared.input_stage import InputStage
-from segue.models.shared.text.prompt import check_length, check_text, client_tokens, given_as, own_tokens_only
+from segue.models.shared.speech.text import text_to_say
+from segue.models.shared.text.prompt import check_length, check_text, client_tokens, own_tokens_only
 from segue.models.shared.text.tokenizer import load_tokenizer
 from segue.models.speech.pocket_tts.loading import load_config, voice_names
 
@@ -52,7 +53,7 @@ class InputProcessor(InputStage):
         """The payload of one request. Raises `InvalidRequest` with the field, its value and the accepted values, and
         `NotFound` for an unknown voice."""
         voice = voice_of(request.voice, self._voices)
-        text, field = _said(request)
+        text, field = text_to_say(request)
         check_text(text, self._tokenizer, request, self._longest, _STAGE, field)
         written = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if special := sorted(self._ids & set(written)):
@@ -92,31 +93,3 @@ def voice_of(name: str | None, voices: tuple[str, ...]) -> str:
         known = nearest(name, voices) if voices else "; this model has no voices"
         raise NotFound(f"voice is {name!r}{known}", field="voice")
     return name
-
-
-def _said(request: Request) -> tuple[str, str]:
-    """(the text to say, the field that it is in). Raises `InvalidRequest`."""
-    form = given_as(request)
-    if form == "prompt_token_ids":
-        raise InvalidRequest("this model says a text; send a message in place of prompt_token_ids", field=form)
-    for name, sampling in request.sampling.items():
-        if sampling.truncate_prompt_tokens is not None:
-            field = f"sampling.{name}.truncate_prompt_tokens"
-            raise InvalidRequest(f"{field} is set, but this model says its whole text; leave it out", field=field)
-    text = (request.prompt or "") if form == "prompt" else _text_of(request)
-    if not text.strip():
-        raise InvalidRequest(f"{form} has no text to say", field=form)
-    return text, form
-
-
-def _text_of(request: Request) -> str:
-    messages = request.messages
-    if len(messages) != 1 or messages[0].role != "user":
-        raise InvalidRequest("this model says one text: send one user message", field="messages")
-    texts: list[str] = []
-    for index, part in enumerate(messages[0].content):
-        if isinstance(part, MediaPart) or not isinstance(part, TextPart):
-            field = part.field or f"messages[0].content[{index}]"
-            raise InvalidRequest(f"{field} is {part.kind}; this model takes text", field=field)
-        texts.append(part.text)
-    return "\n".join(texts)

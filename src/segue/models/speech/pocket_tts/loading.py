@@ -20,6 +20,7 @@ from segue.messages.errors import ConfigError
 from segue.models.shared.checkpoint import pretrained
 from segue.models.shared.checkpoint.checkpoint import Checkpoint, load_module
 from segue.models.shared.checkpoint.files import read_object
+from segue.models.shared.speech.seanet import check_causal
 from segue.models.speech.pocket_tts.library import (
     PocketTTSAudioTokenizerConfig,
     PocketTTSAudioTokenizerModel,
@@ -30,8 +31,6 @@ from segue.models.speech.pocket_tts.library import (
 CODEC = "audio_tokenizer"
 VOICES = "voices"
 LATENTS = "audio_prompt_latents"
-_STREAMED = {"use_causal_conv": True, "trim_right_ratio": 1.0, "pad_mode": "constant"}
-"""What the audio tokenizer must be for its decoder to run piece by piece."""
 
 
 class SpokenModel(PocketTTSForConditionalGeneration):
@@ -68,9 +67,7 @@ def load_codec_config(model_dir: Path, config: PocketTTSConfig) -> PocketTTSAudi
         raise ConfigError(
             f"{path}: latent_dim is {codec.latent_dim}, but the backbone's is {config.latent_dim}", field="model"
         )
-    for name, wanted in _STREAMED.items():
-        if getattr(codec, name) != wanted:
-            raise ConfigError(f"{path}: {name} is {getattr(codec, name)!r}; served is only {wanted!r}", field="model")
+    check_causal(codec, path)
     return codec
 
 

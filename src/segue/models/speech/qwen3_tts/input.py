@@ -23,16 +23,18 @@ import torch
 from segue.engines.contract import LoadContext, Payload
 from segue.graph.parts import TOKENS
 from segue.messages.errors import ConfigError, InvalidRequest, NotFound, nearest, wrong
-from segue.messages.request import MediaPart, Message, Request, TextPart
+from segue.messages.request import Request
 from segue.models.shared.checkpoint.pretrained import errors_only
 from segue.models.shared.input_stage import InputStage
-from segue.models.shared.text.prompt import check_length, check_text, client_tokens, given_as, own_tokens_only
+from segue.models.shared.speech.text import text_to_say
+from segue.models.shared.text.prompt import check_length, check_text, client_tokens, own_tokens_only
 from segue.models.shared.text.tokenizer import load_tokenizer
 from segue.models.speech.qwen3_tts.config import AUTO, Config, read_config
 
 NONE = -1
 """Codec id of a position without one."""
 _STAGE = "talker"
+_ADVICE = "; how to say it is the option instructions"
 _ROLE = 3
 """Tokens before a turn's text: its beginning, the role, a line break."""
 Pairs = list[tuple[int, int]]
@@ -66,7 +68,7 @@ class InputProcessor(InputStage):
 
     def process(self, request: Request) -> Payload:
         """The payload of one request. Raises `InvalidRequest` with the field, its value and the accepted values."""
-        text, field = _said(request)
+        text, field = text_to_say(request, _ADVICE)
         ids = self._ids(text, request, field)
         codec = self._codec_ids(request)
         if request.open:
@@ -181,33 +183,3 @@ class InputProcessor(InputStage):
 def _check_no_reply(request: Request) -> None:
     if request.reply:
         raise wrong("reply", True, "left out: this model says the text while it is appended")
-
-
-def _said(request: Request) -> tuple[str, str]:
-    """(the text to say, the field that it is in). Raises `InvalidRequest`."""
-    form = given_as(request)
-    if form == "prompt_token_ids":
-        raise InvalidRequest("this model says a text; send a message in place of prompt_token_ids", field=form)
-    for name, sampling in request.sampling.items():
-        if sampling.truncate_prompt_tokens is not None:
-            field = f"sampling.{name}.truncate_prompt_tokens"
-            raise InvalidRequest(f"{field} is set, but this model says its whole text; leave it out", field=field)
-    text = (request.prompt or "") if form == "prompt" else _of(request.messages)
-    if not text.strip():
-        raise InvalidRequest(f"{form} has no text to say", field=form)
-    return text, form
-
-
-def _of(messages: list[Message]) -> str:
-    texts: list[str] = []
-    if len(messages) != 1 or messages[0].role != "user":
-        raise InvalidRequest(
-            "this model says one text: send one user message; how to say it is the option instructions",
-            field="messages",
-        )
-    for index, part in enumerate(messages[0].content):
-        if isinstance(part, MediaPart) or not isinstance(part, TextPart):
-            field = part.field or f"messages[0].content[{index}]"
-            raise InvalidRequest(f"{field} is {part.kind}; this model takes text", field=field)
-        texts.append(part.text)
-    return "\n".join(texts)

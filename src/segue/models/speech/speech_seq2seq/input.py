@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from segue.engines.contract import LoadContext, Payload, StageRequest
-from segue.engines.module.contract import Work
+from segue.engines.contract import LoadContext, Payload
 from segue.graph.parts import TOKENS
 from segue.media.audio import decode_audio
 from segue.media.limits import MediaLimits
@@ -48,6 +47,8 @@ class _Spectrogram:
 class InputProcessor(InputStage):
     """Accepts one recording. Options: `limits`, a dict of `MediaLimits` fields."""
 
+    alone = True
+
     def __init__(self, ctx: LoadContext) -> None:
         config = load_config(ctx)
         self._facts = speech_facts(read_object(ctx.model_dir / "config.json"), ctx.model_dir)
@@ -68,10 +69,6 @@ class InputProcessor(InputStage):
     def warm_up(self) -> None:
         """Process one second of silence."""
         self._extracted(torch.zeros(self._extractor.sampling_rate).numpy(), long=False)
-
-    def begin(self, request: StageRequest) -> tuple[None, list[Work]]:
-        # one bucket per request: no request waits until the recording of another is decoded
-        return None, [Work(request.request_id, request.request, bucket=request.request_id, last=True)]
 
     @torch.inference_mode()
     def process(self, request: Request) -> Payload:
