@@ -19,13 +19,13 @@ from segue.models.omni.qwen2_5_omni.loading import (
     load_encoders,
     load_speakers,
     load_talker,
-    load_text_rows,
     load_thinker,
     load_token2wav,
 )
 from segue.models.omni.qwen2_5_omni.talker import Talker
 from segue.models.omni.qwen2_5_omni.thinker import Thinker
 from segue.models.shared.checkpoint.checkpoint import Checkpoint
+from segue.models.shared.omni.reply import load_text_rows
 
 LOADERS: dict[str, Any] = {
     "encoder": load_encoders,

@@ -31,7 +31,8 @@ from segue.engines.contract import Payload, StageOutput
 from segue.messages.errors import InvalidRequest, StageFailed
 from segue.messages.sampling import FALLBACK, SamplingParams
 from segue.models.omni.qwen2_5_omni.encoder import Encoder
-from segue.models.omni.qwen2_5_omni.thinker import MEDIA_ROWS, Thinker
+from segue.models.omni.qwen2_5_omni.thinker import Thinker
+from segue.models.shared.omni.prompt import MEDIA_ROWS
 
 NAMES = [case.name for case in CASES]
 BY_NAME = {case.name: case for case in CASES}

@@ -36,8 +36,6 @@ from segue.models.shared.checkpoint import pretrained
 from segue.models.shared.checkpoint.checkpoint import Checkpoint, Located, M, load_module
 from segue.models.shared.checkpoint.pretrained import errors_only, load_part
 
-EMBEDDING = ("thinker.model.embed_tokens.weight", "thinker.model.language_model.embed_tokens.weight")
-
 
 class Encoders(nn.Module):
     """The thinker's vision and audio encoders."""
@@ -115,29 +113,6 @@ def load_token2wav(ctx: LoadContext, config: Qwen2_5OmniConfig | None = None) ->
     return _load(
         ctx, lambda: Qwen2_5OmniToken2WavModel(whole.token2wav_config), _vocoder_names, "vocoder", torch.float32
     )
-
-
-def load_text_rows(ctx: LoadContext, config: Qwen2_5OmniConfig, ids: Sequence[int]) -> torch.Tensor:
-    """Rows of the thinker's embedding, [len(ids), hidden] of `ctx.dtype` on `ctx.device`; reads only these rows."""
-    text = config.thinker_config.text_config
-    for token_id in ids:
-        if not 0 <= token_id < text.vocab_size:
-            raise ConfigError(
-                f"{ctx.model_dir}: text token {token_id} is named by the talker's config or {SPEAKERS}, "
-                f"but the thinker has {text.vocab_size} tokens"
-            )
-    checkpoint = open_checkpoint(ctx)
-    if checkpoint is None:
-        generator = torch.Generator().manual_seed(_seed("rows"))
-        rows = torch.randn(len(ids), text.hidden_size, generator=generator) * text.hidden_size**-0.5
-    else:
-        rows = checkpoint.read(checkpoint.find(EMBEDDING), rows=ids)
-        if rows.shape[1] != text.hidden_size:
-            raise ConfigError(
-                f"{ctx.model_dir}: tensor {EMBEDDING[0]!r} has rows of {rows.shape[1]}; "
-                f"the config asks for {text.hidden_size}"
-            )
-    return rows.to(device=ctx.device, dtype=ctx.dtype)
 
 
 def read_speakers(path: Path) -> dict[str, Any]:

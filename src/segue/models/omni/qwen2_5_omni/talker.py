@@ -29,12 +29,12 @@ from segue.kernels.prepare import prepared_bytes
 from segue.messages.errors import ConfigError, StageFailed, nearest
 from segue.messages.sampling import SamplingParams, merged
 from segue.models.omni.qwen2_5_omni.library import Qwen2_5OmniConfig
-from segue.models.omni.qwen2_5_omni.loading import load_config, load_speakers, load_talker, load_text_rows
+from segue.models.omni.qwen2_5_omni.loading import load_config, load_speakers, load_talker
 from segue.models.omni.qwen2_5_omni.probe import generate_drops_mask
 from segue.models.shared.checkpoint.checkpoint import held_bytes
 from segue.models.shared.decoder.decoder import PagedDecoder
 from segue.models.shared.decoder.generation import context_length
-from segue.models.shared.omni.reply import ThinkerRows
+from segue.models.shared.omni.reply import ThinkerRows, load_text_rows
 from segue.models.shared.speech.talker import SpokenCodes, unknown_voice
 
 FORMS = ("library", "trained")

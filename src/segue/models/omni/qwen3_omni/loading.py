@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import cast
@@ -34,8 +34,6 @@ from segue.models.omni.qwen3_omni.library import (
 from segue.models.shared.checkpoint import pretrained
 from segue.models.shared.checkpoint.checkpoint import Checkpoint, load_module
 from segue.models.shared.checkpoint.pretrained import load_part
-
-EMBEDDING = ("thinker.model.embed_tokens.weight", "thinker.model.language_model.embed_tokens.weight")
 
 
 class Encoders(nn.Module):
@@ -108,24 +106,6 @@ def load_talker(ctx: LoadContext, config: Qwen3OmniMoeConfig) -> Qwen3OmniMoeTal
         plan={f"model.{name}": style for name, style in plan.items()},
     )
     return cast(Qwen3OmniMoeTalkerForConditionalGeneration, model)
-
-
-def load_text_rows(ctx: LoadContext, config: Qwen3OmniMoeConfig, ids: Sequence[int]) -> torch.Tensor:
-    """Rows of the thinker's embedding, [len(ids), hidden] of `ctx.dtype` on `ctx.device`; reads only these rows."""
-    text = config.thinker_config.text_config
-    for token in ids:
-        if not 0 <= token < text.vocab_size:
-            raise ConfigError(
-                f"{ctx.model_dir / 'config.json'}: names text token {token}, but the thinker has {text.vocab_size}",
-                field="model",
-            )
-    checkpoint = _checkpoint(ctx)
-    if checkpoint is None:
-        generator = torch.Generator().manual_seed(zlib.crc32(b"rows"))
-        rows = torch.randn(len(ids), text.hidden_size, generator=generator) * text.hidden_size**-0.5
-    else:
-        rows = checkpoint.read(checkpoint.find(EMBEDDING), rows=ids)
-    return rows.to(device=ctx.device, dtype=ctx.dtype)
 
 
 def _join_experts(config: Qwen3OmniMoeConfig) -> None:

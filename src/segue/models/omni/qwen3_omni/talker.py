@@ -24,13 +24,13 @@ from segue.engines.autoregressive.contract import AutoregressiveContext, Fed, Pr
 from segue.engines.contract import Payload, StageRequest
 from segue.messages.sampling import SamplingParams
 from segue.models.omni.qwen3_omni.family import voice_names
-from segue.models.omni.qwen3_omni.loading import load_config, load_talker, load_text_rows
+from segue.models.omni.qwen3_omni.loading import load_config, load_talker
 from segue.models.omni.qwen3_omni.prompt import positions_of
 from segue.models.omni.qwen3_omni.speech import assistant_turn, media_in, user_tokens
 from segue.models.shared.checkpoint.checkpoint import held_bytes
 from segue.models.shared.decoder.decoder import PagedDecoder
 from segue.models.shared.omni.positions import facts_of
-from segue.models.shared.omni.reply import ThinkerRows
+from segue.models.shared.omni.reply import ThinkerRows, load_text_rows
 from segue.models.shared.speech.code_predictor import CodePredictor, Filters
 from segue.models.shared.speech.talker import RowTalker, unknown_voice
 

@@ -20,11 +20,12 @@ from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
 from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeConfig
 from segue.models.omni.qwen3_omni.loading import load_config, load_thinker
-from segue.models.omni.qwen3_omni.prompt import ROWS, Arrived, Prompts
+from segue.models.omni.qwen3_omni.prompt import Prompts
 from segue.models.shared.decoder.decoder import PagedDecoder
 from segue.models.shared.decoder.deep_features import deep_features
 from segue.models.shared.decoder.generation import context_length, default_sampling, generation_in
 from segue.models.shared.lora import named_adapter, with_adapter
+from segue.models.shared.omni.prompt import Arrived, media_rows_of
 from segue.models.shared.omni.say import given_reply
 from segue.models.shared.text.tokenizer import decode, tokenizer_for, vocabulary_of
 
@@ -52,18 +53,6 @@ class _Layer:
             yield outputs
         finally:
             hook.remove()
-
-
-def _media_rows(batch: FlatBatch) -> torch.Tensor | None:
-    """[tokens] bool, true at media rows; None if there is none."""
-    masks = []
-    for prompt, start, stop in batch.prompts:
-        mask = torch.zeros(stop - start, dtype=torch.bool)
-        if prompt is not None and (rows := prompt.extras.get(ROWS)) is not None:
-            mask[: len(rows[start:stop])] = rows[start:stop]
-        masks.append(mask)
-    media = torch.cat(masks) if masks else torch.zeros(0, dtype=torch.bool)
-    return media if media.any() else None
 
 
 GENERATE = SamplingParams(max_tokens=1024)
@@ -128,7 +117,7 @@ class Thinker:
     @torch.inference_mode()
     def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[tokens, H] → (hidden states after the final norm [tokens, H], rows for the talker [tokens, H] or None)."""
-        media = None if self._middle_layer is None else _media_rows(batch)
+        media = None if self._middle_layer is None else media_rows_of(batch)
         if self._middle_layer is None or media is None:
             hidden = self._decoder.forward(embeds, batch, **deep_features(batch, embeds))
             return hidden, None if self._middle_layer is None else embeds

@@ -1,13 +1,22 @@
-"""The rows of a thinker's sequence as its talker takes them: one per token of the prompt, then of the reply."""
+"""What a talker takes of its thinker: the rows of its sequence, one per token of the prompt, then of the reply, and
+rows of its embedding."""
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from segue.engines.contract import Payload
+from segue.engines.contract import LoadContext, Payload
+from segue.messages.errors import ConfigError
+from segue.models.shared.checkpoint.checkpoint import Checkpoint
+from segue.models.shared.library import PreTrainedConfig
 from segue.models.shared.speech.rows import new_rows
+
+_EMBEDDING = ("thinker.model.embed_tokens.weight", "thinker.model.language_model.embed_tokens.weight")
+"""As published, and as newer versions of the library nest it."""
 
 
 @dataclass(slots=True)
@@ -47,3 +56,29 @@ class ThinkerRows:
         whole = torch.cat(self.kept)
         self.kept.clear()
         return whole
+
+
+def load_text_rows(ctx: LoadContext, config: PreTrainedConfig, ids: Sequence[int]) -> torch.Tensor:
+    """Rows of the thinker's embedding, [len(ids), hidden] of `ctx.dtype` on `ctx.device`; reads only these rows.
+    Raises `ConfigError`."""
+    text = config.thinker_config.text_config
+    for token in ids:
+        if not 0 <= token < text.vocab_size:
+            raise ConfigError(
+                f"{ctx.model_dir}: text token {token} is named by the talker's config or its voices, but the thinker "
+                f"has {text.vocab_size} tokens",
+                field="model",
+            )
+    if ctx.load_format == "dummy":
+        generator = torch.Generator().manual_seed(zlib.crc32(b"rows"))
+        rows = torch.randn(len(ids), text.hidden_size, generator=generator) * text.hidden_size**-0.5
+    else:
+        checkpoint = Checkpoint(ctx.model_dir)
+        rows = checkpoint.read(checkpoint.find(_EMBEDDING), rows=ids)
+        if rows.shape[1] != text.hidden_size:
+            raise ConfigError(
+                f"{ctx.model_dir}: tensor {_EMBEDDING[0]!r} has rows of {rows.shape[1]}; the config asks for "
+                f"{text.hidden_size}",
+                field="model",
+            )
+    return rows.to(device=ctx.device, dtype=ctx.dtype)
