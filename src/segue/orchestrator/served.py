@@ -26,6 +26,21 @@ from segue.orchestrator.tokenless import check_tokenless
 from segue.orchestrator.transcription import check_transcription, transcribed
 
 
+def check_names(request: Request, card: ModelCard, *, open_options: bool) -> None:
+    """Check that the model has the request's options, adapter and voice. `open_options`: only its stages know the
+    options. Raises `InvalidRequest` or `NotFound`."""
+    for option in () if open_options else request.options:
+        if option not in card.options:
+            hint = nearest(option, card.options)
+            raise InvalidRequest(f"{card.name} has no option {option!r}{hint}", field=f"options.{option}")
+    if request.adapter is not None and request.adapter not in card.adapters:
+        hint = nearest(request.adapter, card.adapters)
+        raise NotFound(f"{card.name} has no LoRA adapter {request.adapter!r}{hint}", field="adapter")
+    if request.voice is not None and card.voices is not None and request.voice not in card.voices:
+        hint = nearest(request.voice, card.voices)
+        raise NotFound(f"{card.name} has no voice {request.voice!r}{hint}", field="voice")
+
+
 class Served(Protocol):
     """What `AsyncOmni` runs requests on: a model, or a graph of models."""
 
@@ -140,17 +155,7 @@ class ServedModel:
             check_transcription(request, self.card.speech, self.card.text_stage)
         if request.diffusion is not None:
             check_diffusion(request.diffusion)
-        if request.adapter is not None and request.adapter not in self.card.adapters:
-            hint = nearest(request.adapter, self.card.adapters)
-            raise NotFound(f"{self.card.name} has no LoRA adapter {request.adapter!r}{hint}", field="adapter")
-        for option in request.options:
-            if option not in self.card.options and not self.open_options:
-                hint = nearest(option, self.card.options)
-                raise InvalidRequest(f"{self.card.name} has no option {option!r}{hint}", field=f"options.{option}")
-        voices = self.card.voices
-        if request.voice is not None and voices is not None and request.voice not in voices:
-            hint = nearest(request.voice, voices)
-            raise NotFound(f"{self.card.name} has no voice {request.voice!r}{hint}", field="voice")
+        check_names(request, self.card, open_options=self.open_options)
 
     def _mark_thoughts(self, request: Request) -> None:
         """Set `thought_marks` if a stage's reasoning is bounded or precedes structured output. Raises

@@ -14,7 +14,7 @@ from segue.graph.deployment.deployment import Plan
 from segue.graph.parts import TOKENS, Link, full_name, member_of, own_name, visit_name
 from segue.graph.walk import Walk, WalkStage
 from segue.messages.deltas import Delta, Finished
-from segue.messages.errors import InvalidRequest, NotFound, nearest, wrong
+from segue.messages.errors import InvalidRequest, nearest, wrong
 from segue.messages.formats import Format, check_formats
 from segue.messages.request import ChatOptions, MediaPart, Message, Part, Piece, Received, Request
 from segue.messages.sampling import SamplingParams, turn_seed
@@ -25,7 +25,7 @@ from segue.orchestrator.joined.relay import relayed
 from segue.orchestrator.kept import check_kept
 from segue.orchestrator.open_request import OpenRequest
 from segue.orchestrator.orchestrator import Orchestrator
-from segue.orchestrator.served import ServedModel
+from segue.orchestrator.served import ServedModel, check_names
 from segue.orchestrator.service import ModelCard
 
 
@@ -251,16 +251,7 @@ class ServedGraph:
             if stage not in self.card.sampling_stages:
                 hint = nearest(stage, self.card.sampling_stages)
                 raise InvalidRequest(f"sampling names stage {stage!r}, which does not sample{hint}", field="sampling")
-        for option in request.options:
-            if option not in self.card.options and not self.open_options:
-                hint = nearest(option, self.card.options)
-                raise InvalidRequest(f"{self.card.name} has no option {option!r}{hint}", field=f"options.{option}")
-        if request.adapter is not None and request.adapter not in self.card.adapters:
-            hint = nearest(request.adapter, self.card.adapters)
-            raise NotFound(f"{self.card.name} has no LoRA adapter {request.adapter!r}{hint}", field="adapter")
-        if request.voice is not None and self.card.voices is not None and request.voice not in self.card.voices:
-            hint = nearest(request.voice, self.card.voices)
-            raise NotFound(f"{self.card.name} has no voice {request.voice!r}{hint}", field="voice")
+        check_names(request, self.card, open_options=self.open_options)
         takes = frozenset().union(*(self.takes[member] for member in self.entries))
         for number, message in enumerate(request.messages):
             for place, part in enumerate(message.content):
