@@ -15,11 +15,12 @@ from segue.engines.autoregressive.contract import AutoregressiveContext, Fed, Fl
 from segue.engines.contract import Payload, StageRequest
 from segue.messages.sampling import SamplingParams
 from segue.models.omni.qwen2_5_omni.generation import GENERATE, thinker_ends, thinker_generation
+from segue.models.omni.qwen2_5_omni.library import Qwen2_5OmniPreTrainedModelForConditionalGeneration
 from segue.models.omni.qwen2_5_omni.loading import load_config, load_thinker
-from segue.models.omni.qwen2_5_omni.positions import Positions
 from segue.models.shared.decoder.decoder import PagedDecoder
 from segue.models.shared.decoder.generation import context_length, default_sampling
 from segue.models.shared.lora import named_adapter, with_adapter
+from segue.models.shared.omni.positions import positions_of
 from segue.models.shared.omni.prompt import MEDIA_ROWS, Arrived, MediaPlaces, by_modality, media_rows, media_rows_of
 from segue.models.shared.omni.say import given_reply
 from segue.models.shared.text.tokenizer import decode, tokenizer_for, vocabulary_of
@@ -46,7 +47,7 @@ class Thinker:
         )
         self.lora = self._decoder.lora
         self.library_decoder = self._decoder.model
-        self._positions = Positions(thinker)
+        self._positions = positions_of(Qwen2_5OmniPreTrainedModelForConditionalGeneration, thinker)
         self._tokenizer = tokenizer_for(ctx)
         self.vocabulary = vocabulary_of(self._tokenizer)
         self._places = MediaPlaces(thinker)

@@ -6,7 +6,6 @@ T prompt tokens, n rows of one medium, L layers that get deep features, H hidden
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 import torch
 
@@ -16,24 +15,11 @@ from segue.models.omni.qwen3_omni.library import (
     Qwen3OmniMoeThinkerConfig,
 )
 from segue.models.shared.decoder.deep_features import DEEP, MEDIA
-from segue.models.shared.omni.positions import Positions, RopeIndex
+from segue.models.shared.omni.positions import positions_of
 from segue.models.shared.omni.prompt import MEDIA_ROWS, Arrived, MediaPlaces, by_modality, media_rows
 
 FACTS = "facts"
 """`Prompt.extras`: the `MediumFacts` of the prompt's media."""
-
-
-class _Index(Qwen3OmniMoePreTrainedModelForConditionalGeneration):
-    """A thinker without weights, for its `get_rope_index`."""
-
-    def __init__(self, config: Qwen3OmniMoeThinkerConfig) -> None:
-        super().__init__(config)
-        self.spatial_merge_size = config.vision_config.spatial_merge_size
-
-
-def positions_of(config: Qwen3OmniMoeThinkerConfig) -> Positions:
-    """Computes positions by the library's own `get_rope_index`; the talker's are those of the thinker."""
-    return Positions(cast(RopeIndex, _Index(config)))
 
 
 class Prompts:
@@ -43,7 +29,7 @@ class Prompts:
         self, config: Qwen3OmniMoeThinkerConfig, embed: Callable[[torch.Tensor], torch.Tensor], device: torch.device
     ) -> None:
         """`embed`: [n] ids → [n, H]."""
-        self._positions = positions_of(config)
+        self._positions = positions_of(Qwen3OmniMoePreTrainedModelForConditionalGeneration, config)
         self._embed = embed
         self._device = device
         self._places = MediaPlaces(config)

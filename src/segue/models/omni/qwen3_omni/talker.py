@@ -24,12 +24,12 @@ from segue.engines.autoregressive.contract import AutoregressiveContext, Fed, Pr
 from segue.engines.contract import Payload, StageRequest
 from segue.messages.sampling import SamplingParams
 from segue.models.omni.qwen3_omni.family import voice_names
+from segue.models.omni.qwen3_omni.library import Qwen3OmniMoePreTrainedModelForConditionalGeneration
 from segue.models.omni.qwen3_omni.loading import load_config, load_talker
-from segue.models.omni.qwen3_omni.prompt import positions_of
 from segue.models.omni.qwen3_omni.speech import assistant_turn, media_in, user_tokens
 from segue.models.shared.checkpoint.checkpoint import held_bytes
 from segue.models.shared.decoder.decoder import PagedDecoder
-from segue.models.shared.omni.positions import facts_of
+from segue.models.shared.omni.positions import facts_of, positions_of
 from segue.models.shared.omni.reply import ThinkerRows, load_text_rows
 from segue.models.shared.speech.code_predictor import CodePredictor, Filters
 from segue.models.shared.speech.talker import RowTalker, unknown_voice
@@ -87,7 +87,7 @@ class Talker(RowTalker):
         rows = load_text_rows(ctx, config, [config.tts_bos_token_id, config.tts_eos_token_id, config.tts_pad_token_id])
         with torch.inference_mode():
             self._begin, self._end, self._pad = self._text(rows).split(1)
-        self._positions = positions_of(config.thinker_config)
+        self._positions = positions_of(Qwen3OmniMoePreTrainedModelForConditionalGeneration, config.thinker_config)
         self._voices: dict[str, int] = dict(talker.speaker_id or {})
         self.voices = voice_names(self._voices)
         own = torch.nn.ModuleList([predictor, self._text, self._hidden])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -100,3 +101,11 @@ class Positions:
                 field="messages",
             )
         return whole, int(delta[0, 0])
+
+
+def positions_of(kind: Callable[[Any], Any], config: Any) -> Positions:
+    """By `get_rope_index` of the library's class `kind`, of which a model without weights is made. `config`: the
+    thinker's."""
+    index = kind(config)
+    index.spatial_merge_size = config.vision_config.spatial_merge_size
+    return Positions(index)
