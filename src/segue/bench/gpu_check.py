@@ -3,9 +3,9 @@
 Steps run one after the other, each as a process with a time limit. A step that fails or exceeds its limit does not stop
 the others, since a machine with a GPU may be available only for an hour. The report is rewritten after each step.
 
-Step C measures other tiles, stages and splits of the decode kernel beside the current ones (`decode_tile` and `FILLED`
-of `segue.kernels.attention.triton_attention`), which are constants: after a better one is written there, `--only BF`
-measures the steps again.
+Step C measures other tiles, stages and splits of the decode kernel and the current ones (`decode_tile` and `FILLED` of
+`segue.kernels.attention.backends.triton_kernels`), which are constants: after a better one is written there,
+`--only BF` measures the steps again.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
-from segue.kernels.attention.flex_backend import FlexAttention
+from segue.kernels.attention.backends.flex import FlexAttention
 from segue.kernels.attention.interface import AttentionOptions
 from segue.kernels.attention.paged_attention import ReferenceAttention, TorchAttention
 from segue.kernels.attention.paged_step import AttentionBackend, Part, paged_step, step_order
@@ -76,7 +76,7 @@ def test_flex(wanted, window):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("window", [None, 6])
 def test_triton(window):
-    from segue.kernels.attention.triton_backend import TritonAttention
+    from segue.kernels.attention.backends.triton import TritonAttention
 
     wanted = [(7, [(2, 6), (1, 3)], 2), (0, [(60, 12)], 4), (9, [], 1), (5, [], 5)]
     check(TritonAttention(CPU), wanted, window)

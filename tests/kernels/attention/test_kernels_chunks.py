@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
-from segue.kernels.attention.flex_backend import FlexAttention
+from segue.kernels.attention.backends.flex import FlexAttention
 from segue.kernels.attention.interface import AttentionOptions, Chunked, check_chunks, first_seen
 from segue.kernels.attention.paged_attention import ReferenceAttention, TorchAttention, dense_attention
 from segue.kernels.attention.paged_step import (
@@ -108,7 +108,7 @@ def test_flex(behind):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("behind", [0, 9])
 def test_triton(behind):
-    from segue.kernels.attention.triton_backend import TritonAttention
+    from segue.kernels.attention.backends.triton import TritonAttention
 
     check(TritonAttention(CPU), FIXED, 8, behind)
 

@@ -14,8 +14,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import causal_mask_function
 
-from segue.kernels.attention.backends import attention_backend
-from segue.kernels.attention.flex_backend import FlexAttention
+from segue.kernels.attention.backends.choose import attention_backend
+from segue.kernels.attention.backends.flex import FlexAttention
 from segue.kernels.attention.paged_attention import (
     NAME,
     AttentionOptions,

@@ -25,7 +25,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
-    import segue.kernels.attention.triton_attention as module
+    import segue.kernels.attention.backends.triton_kernels as module
 
     return module
 
@@ -256,7 +256,7 @@ JITFunction.run = lambda self, *args, grid, warmup, **more: made.append(
     (self.fn.__name__, run(self, *args, grid=grid, warmup=True, **more)))
 
 from segue.kernels.attention.interface import AttentionOptions
-from segue.kernels.attention.triton_attention import decode, split_keys
+from segue.kernels.attention.backends.triton_kernels import decode, split_keys
 width, dtype = int(sys.argv[1]), getattr(torch, sys.argv[2])
 keys = torch.empty(4, 16, 8, width, dtype=dtype)
 lengths, blocks = torch.ones(2, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)

@@ -18,7 +18,7 @@ from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Config, Qwen2MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from segue.kernels.attention.backends import attention_backend
+from segue.kernels.attention.backends.choose import attention_backend
 from segue.kernels.attention.interface import AttentionOptions
 from segue.kernels.attention.paged_step import paged_step
 from segue.kernels.cpu.gated_mlp import GatedMLP, fuse_gates

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from segue.kernels.attention.backends import attention_backend
+from segue.kernels.attention.backends.choose import attention_backend
 from segue.kernels.graphs.compiled import lacks_for_triton
 from segue.messages.errors import ConfigError
 

@@ -72,7 +72,7 @@ def test_backends_see_what_is_kept(name: str, window: int | None) -> None:
     """Against the reference over exact K and V that are rounded before they are written."""
     backend: AttentionBackend
     if name == "triton":
-        from segue.kernels.attention.triton_backend import TritonAttention
+        from segue.kernels.attention.backends.triton import TritonAttention
 
         backend = TritonAttention(CPU)
     else:

@@ -19,7 +19,7 @@ import torch
 from segue.bench.harness.device import best
 from segue.bench.steps.arguments import AttentionBench
 from segue.engines.autoregressive.contract import KVSpec
-from segue.kernels.attention.backends import attention_backend
+from segue.kernels.attention.backends.choose import attention_backend
 from segue.kernels.attention.interface import AttentionOptions
 from segue.kernels.attention.paged_attention import TORCH
 from segue.kernels.attention.paged_step import AttentionBackend, Part, paged_step
@@ -56,7 +56,7 @@ class Variant:
     def load(self, device: torch.device) -> AttentionBackend | None:
         if self.tile is None:
             return attention_backend(self.backend, device, BLOCK)
-        from segue.kernels.attention.triton_backend import Tile, TritonAttention  # needs the package triton
+        from segue.kernels.attention.backends.triton import Tile, TritonAttention  # needs the package triton
 
         stages, keys, filled = self.tile
         return TritonAttention(device, Tile(queries=16, keys=keys, warps=4, stages=stages), filled)

@@ -20,7 +20,7 @@ from segue.engines.autoregressive.step.decode_graphs import recorded_decodes, re
 from segue.engines.autoregressive.step.dispatch import Dispatcher
 from segue.engines.autoregressive.step.invariant import InvariantModel, check_invariant
 from segue.engines.autoregressive.step.warm_up import warm_up
-from segue.kernels.attention.backends import attention_backend, records_while_serving
+from segue.kernels.attention.backends.choose import attention_backend, records_while_serving
 from segue.kernels.attention.interface import check_chunks
 from segue.kernels.attention.paged_step import AttentionBackend
 from segue.kernels.kv.states import StateStore

@@ -43,21 +43,21 @@ def attention_backend(
             field="attention",
         )
     if name == "triton":
-        from segue.kernels.attention.triton_backend import TritonAttention
+        from segue.kernels.attention.backends.triton import TritonAttention
 
         return TritonAttention(device)
     if device.type != "cuda":
         raise ConfigError(f"attention is {name!r}, which needs a GPU; this stage runs on {device}", field="attention")
     if name == "flashinfer":
-        from segue.kernels.attention.flashinfer_backend import FlashInferAttention
+        from segue.kernels.attention.backends.flashinfer import FlashInferAttention
 
         return FlashInferAttention(device)
     if name == "flex":
-        from segue.kernels.attention.flex_backend import FlexAttention, compiled
+        from segue.kernels.attention.backends.flex import FlexAttention, compiled
 
         _check_blocks(name, block_size, FlexAttention.page)
         return FlexAttention(compiled())
-    from segue.kernels.attention.flash_attn_backend import FlashAttention
+    from segue.kernels.attention.backends.flash_attn import FlashAttention
 
     _check_blocks(name, block_size, FlashAttention.page)
     return FlashAttention()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from segue.kernels.attention.backends.triton_kernels import FILLED, Splits, Tables, Tile, decode, prefill, split_keys
 from segue.kernels.attention.interface import AttentionOptions
 from segue.kernels.attention.paged_step import PagedStep
-from segue.kernels.attention.triton_attention import FILLED, Splits, Tables, Tile, decode, prefill, split_keys
 
 _FP8 = (8, 9)
 """Lowest compute capability on which Triton reads float8_e4m3fn."""
