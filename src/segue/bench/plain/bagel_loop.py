@@ -17,9 +17,9 @@ from segue.bench.plain.bagel import WORKLOAD
 from segue.bench.plain.comparison import Options, serve
 from segue.engines.contract import LoadContext
 from segue.messages.request import MediaPart, Request
-from segue.models.omni.bagel import sizes
 from segue.models.omni.bagel.config import read_config
 from segue.models.omni.bagel.loading import load_language_model, load_vision
+from segue.models.omni.bagel.prompt import sizes
 from segue.models.omni.bagel.vision import patches, places
 from segue.models.shared.library import AutoTokenizer, DynamicCache
 

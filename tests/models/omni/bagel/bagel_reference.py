@@ -19,12 +19,12 @@ from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PreTrainedTokenizerBase
 
 from segue.engines.contract import LoadContext
-from segue.models.omni.bagel import sizes
 from segue.models.omni.bagel.config import Config, read_config
 from segue.models.omni.bagel.decoder import Experts
-from segue.models.omni.bagel.drawing import Guidance
-from segue.models.omni.bagel.flow import guided, levels
+from segue.models.omni.bagel.drawing.flow import guided, levels
+from segue.models.omni.bagel.drawing.settings import Guidance
 from segue.models.omni.bagel.loading import load_language_model, load_latent_space, load_vae, load_vision
+from segue.models.omni.bagel.prompt import sizes
 from segue.models.omni.bagel.vision import patches, places, unpatched
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from segue.models.omni.bagel import sizes
-from segue.models.omni.bagel.drawing import Guidance
-from segue.models.omni.bagel.flow import guided, levels
+from segue.models.omni.bagel.drawing.flow import guided, levels
+from segue.models.omni.bagel.drawing.settings import Guidance
+from segue.models.omni.bagel.prompt import sizes
 from segue.models.omni.bagel.vision import patches, places, unpatched
 
 WITHIN = 2e-4

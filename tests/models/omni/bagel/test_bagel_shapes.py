@@ -16,7 +16,7 @@ from torch import nn
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.models.omni.bagel.config import LATENT_POSITIONS, WEIGHTS, Config, read_config
 from segue.models.omni.bagel.decoder import language_model
-from segue.models.omni.bagel.latents import LatentSpace
+from segue.models.omni.bagel.drawing.latents import LatentSpace
 from segue.models.omni.bagel.loading import autoencoder, language_name, latent_name, vae_name, vision_name
 from segue.models.omni.bagel.tiny.presets import make
 from segue.models.omni.bagel.vision import VisionEncoder

@@ -7,7 +7,7 @@ from typing import Any
 
 from segue.models.family import Family
 from segue.models.omni.bagel.config import read_config
-from segue.models.omni.bagel.drawing import OPTIONS, sizes_of
+from segue.models.omni.bagel.drawing.settings import OPTIONS, sizes_of
 from segue.models.omni.bagel.graph import graph
 from segue.models.shared.diffusion.sizes import Sizes
 

@@ -21,10 +21,10 @@ from segue.messages.errors import ConfigError, InvalidRequest
 from segue.messages.request import ChatOptions, Earlier, MediaPart, Message, Request, TextPart
 from segue.messages.units import ids_of
 from segue.models.omni.bagel.config import read_config
-from segue.models.omni.bagel.drawing import OPTIONS, OutputLimits, drawing_of, thinks
+from segue.models.omni.bagel.drawing.settings import OPTIONS, OutputLimits, drawing_of, thinks
 from segue.models.omni.bagel.graph import draws, interleaved
-from segue.models.omni.bagel.images import edited, exact, seen
-from segue.models.omni.bagel.passages import MARKS, Marks, Passages
+from segue.models.omni.bagel.prompt.images import edited, exact, seen
+from segue.models.omni.bagel.prompt.passages import MARKS, Marks, Passages
 from segue.models.shared.input_stage import InputStage
 from segue.models.shared.text.going_on import requests_of
 from segue.models.shared.text.prompt import (

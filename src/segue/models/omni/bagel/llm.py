@@ -17,10 +17,10 @@ from segue.messages.errors import StageFailed
 from segue.messages.sampling import SamplingParams
 from segue.models.omni.bagel.config import read_config
 from segue.models.omni.bagel.decoder import BOTH, UNDERSTANDING, Experts
+from segue.models.omni.bagel.drawing.reading import ImageReading
 from segue.models.omni.bagel.loading import load_language_model, load_latent_space
-from segue.models.omni.bagel.passages import END, MARKS, Block, Marks, Passages
-from segue.models.omni.bagel.prompts import experts_of, prompt_of
-from segue.models.omni.bagel.reading import ImageReading
+from segue.models.omni.bagel.prompt.passages import END, MARKS, Block, Marks, Passages
+from segue.models.omni.bagel.prompt.prompts import experts_of, prompt_of
 from segue.models.shared.checkpoint.checkpoint import held_bytes
 from segue.models.shared.decoder.decoder import PagedDecoder
 from segue.models.shared.text.tokenizer import decode, load_tokenizer, vocabulary_of

@@ -16,7 +16,7 @@ import torch
 from segue.engines.contract import LoadContext
 from segue.models.omni.bagel.config import VAE_WEIGHTS, WEIGHTS, Config, VaeConfig
 from segue.models.omni.bagel.decoder import BOTH, LanguageModel, language_model
-from segue.models.omni.bagel.latents import LatentSpace
+from segue.models.omni.bagel.drawing.latents import LatentSpace
 from segue.models.omni.bagel.library import AutoencoderKL
 from segue.models.omni.bagel.vision import VisionEncoder
 from segue.models.shared.checkpoint.checkpoint import Checkpoint, M, load_module

@@ -43,12 +43,12 @@ from collections.abc import Callable
 from typing import Any
 
 from segue.engines.contract import Payload, StageOutput, StageRequest, Transfer
-from segue.models.omni.bagel.denoiser import ImageDenoiser
-from segue.models.omni.bagel.drawn import DrawnEncoder, DrawnLatentEncoder
+from segue.models.omni.bagel.drawing.denoiser import ImageDenoiser
+from segue.models.omni.bagel.drawing.vae import LatentDecoder, LatentEncoder
 from segue.models.omni.bagel.encoder import Encoder
 from segue.models.omni.bagel.input import InputProcessor
 from segue.models.omni.bagel.llm import LLM
-from segue.models.omni.bagel.vae import LatentDecoder, LatentEncoder
+from segue.models.omni.bagel.prompt.drawn import DrawnEncoder, DrawnLatentEncoder
 from segue.models.shared.transfers import whole
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from segue.models.omni.bagel.config import Config
 from segue.models.omni.bagel.decoder import language_model
-from segue.models.omni.bagel.latents import LatentSpace
+from segue.models.omni.bagel.drawing.latents import LatentSpace
 from segue.models.omni.bagel.loading import autoencoder, language_name, latent_name, vae_name, vision_name
 from segue.models.omni.bagel.tiny.config import END
 from segue.models.omni.bagel.vision import PositionTable, VisionEncoder

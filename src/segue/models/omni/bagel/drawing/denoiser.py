@@ -24,11 +24,11 @@ from segue.engines.contract import Payload, StageRequest
 from segue.engines.diffusion.contract import DenoiserContext, Row, Sample
 from segue.kernels.attention.prefix_attention import PrefixBlock, PrefixStep
 from segue.messages.errors import StageFailed
-from segue.models.omni.bagel.drawing import Drawing, Guidance
-from segue.models.omni.bagel.flow import guided, levels
+from segue.models.omni.bagel.drawing.flow import guided, levels
+from segue.models.omni.bagel.drawing.noise import noise_of_drawing
+from segue.models.omni.bagel.drawing.settings import Drawing, Guidance
 from segue.models.omni.bagel.llm import LLM
-from segue.models.omni.bagel.noise import noise_of_drawing
-from segue.models.omni.bagel.prompts import experts_for
+from segue.models.omni.bagel.prompt.prompts import experts_for
 from segue.models.omni.bagel.vision import places, unpatched
 
 READER = "llm"

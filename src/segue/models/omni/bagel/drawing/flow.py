@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from segue.models.omni.bagel.drawing import Guidance
+from segue.models.omni.bagel.drawing.settings import Guidance
 
 _TINY = 1e-8
 

@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 
 from segue.engines.contract import Payload
-from segue.models.omni.bagel import sizes
 from segue.models.omni.bagel.config import Config
+from segue.models.omni.bagel.prompt import sizes
 from segue.models.omni.bagel.vision import patches
 
 

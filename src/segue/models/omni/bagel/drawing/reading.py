@@ -23,10 +23,10 @@ from segue.engines.autoregressive.contexts.contract import Contexts, View
 from segue.engines.autoregressive.contract import Prompt
 from segue.engines.contract import Payload, StageRequest
 from segue.messages.errors import InvalidRequest, StageFailed
-from segue.models.omni.bagel.drawing import Drawing
-from segue.models.omni.bagel.noise import noise_of_drawing, noise_of_images, seed_of
-from segue.models.omni.bagel.passages import Block, Passages
-from segue.models.omni.bagel.prompts import prompt_of
+from segue.models.omni.bagel.drawing.noise import noise_of_drawing, noise_of_images, seed_of
+from segue.models.omni.bagel.drawing.settings import Drawing
+from segue.models.omni.bagel.prompt.passages import Block, Passages
+from segue.models.omni.bagel.prompt.prompts import prompt_of
 from segue.models.omni.bagel.vision import patches, places
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from PIL import Image
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
 from segue.models.omni.bagel.config import Config, read_config
+from segue.models.omni.bagel.drawing.vae import LatentEncoder
 from segue.models.omni.bagel.encoder import Encoder
-from segue.models.omni.bagel.images import edited, exact, seen
-from segue.models.omni.bagel.vae import LatentEncoder
+from segue.models.omni.bagel.prompt.images import edited, exact, seen
 
 
 class DrawnEncoder:

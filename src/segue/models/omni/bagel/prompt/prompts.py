@@ -12,7 +12,7 @@ import torch
 
 from segue.engines.autoregressive.contract import FlatBatch, Prompt
 from segue.models.omni.bagel.decoder import Experts
-from segue.models.omni.bagel.passages import Block, Passages
+from segue.models.omni.bagel.prompt.passages import Block, Passages
 
 _LATENT_SPANS = "latents"
 """Entry of `Prompt.extras`: the ranges of tokens that are latents."""

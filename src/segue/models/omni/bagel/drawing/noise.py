@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from segue.engines.contract import StageRequest
-from segue.models.omni.bagel.drawing import Drawing
+from segue.models.omni.bagel.drawing.settings import Drawing
 
 
 def noise_of_images(request: StageRequest, channels: int, drawing: Drawing) -> list[torch.Tensor]:

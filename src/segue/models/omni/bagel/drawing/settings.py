@@ -19,7 +19,7 @@ from segue.messages.errors import InvalidRequest, TooLarge, wrong
 from segue.messages.request import Request
 from segue.models.omni.bagel.config import Config
 from segue.models.omni.bagel.graph import INTERLEAVE, MOST_IMAGES
-from segue.models.omni.bagel.sizes import edited, scaled
+from segue.models.omni.bagel.prompt.sizes import edited, scaled
 from segue.models.shared.diffusion.sizes import Sizes
 
 Renorm = Literal["global", "channel", "text_channel"]
