@@ -3,7 +3,7 @@ is a folder with its stage graph, stages and tiny preset, in the package of its 
 modalities), `speech`, and `images` (images and video). `shared` holds code that several families use. One family never
 imports another.
 
-Doors: `registry`, `family`, `model_graph`, `shared.checkpoint`, `shared.dialects`, `shared.diffusion`,
-`shared.library`, `shared.reference`, `shared.speculators`, `shared.text.chat_template`, `shared.tiny.made`,
+Doors: `registry`, `family`, `model_graph`, `shared.checkpoint`, `shared.decoder.speculators`, `shared.dialects`,
+`shared.diffusion`, `shared.library`, `shared.reference`, `shared.text.chat_template`, `shared.tiny.made`,
 `text.causal_lm`, `omni.bagel`, `speech.mimo_audio`.
 """

@@ -33,7 +33,7 @@ from segue.kernels.cpu.rounded_linear import RoundedLinear, sums_are_exact
 from segue.kernels.linear.grouped_linear import GroupedLinear
 from segue.kernels.linear.scaled_linear import CodedLinear, ScaledLinear
 from segue.messages.errors import ConfigError
-from segue.models.shared.packed.bits import unpacked
+from segue.models.shared.checkpoint.packed.bits import unpacked
 from selection import daily
 
 PROMPTS = prompts()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segue.messages.errors import InvalidRequest
-from segue.models.shared.placeholders import expanded, one_each
+from segue.models.shared.text.placeholders import expanded, one_each
 
 ROWS = {"image": 90, "audio": 91}
 OTHER = st.lists(st.integers(0, 9), min_size=1, max_size=3)

@@ -17,9 +17,9 @@ from segue.engines.autoregressive.speculation.drafter import Drafter
 from segue.engines.autoregressive.speculation.heads import ChainDrafter, HeadsDrafter
 from segue.engines.autoregressive.speculation.model import ModelDrafter
 from segue.engines.autoregressive.speculation.ngram import NgramDrafter
-from segue.models.shared.speculators.eagle import Eagle
-from segue.models.shared.speculators.medusa import Medusa
-from segue.models.shared.speculators.mtp import MultiToken, layouts
+from segue.models.shared.decoder.speculators.eagle import Eagle
+from segue.models.shared.decoder.speculators.medusa import Medusa
+from segue.models.shared.decoder.speculators.mtp import MultiToken, layouts
 
 
 @pytest.fixture(scope="module")

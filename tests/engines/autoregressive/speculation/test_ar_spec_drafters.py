@@ -22,9 +22,9 @@ from segue.engines.autoregressive.speculation.model import ModelDrafter
 from segue.engines.autoregressive.speculation.ngram import NgramDrafter
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
-from segue.models.shared.speculators.eagle import Eagle
-from segue.models.shared.speculators.medusa import Medusa
-from segue.models.shared.speculators.mtp import MultiToken, layouts
+from segue.models.shared.decoder.speculators.eagle import Eagle
+from segue.models.shared.decoder.speculators.medusa import Medusa
+from segue.models.shared.decoder.speculators.mtp import MultiToken, layouts
 
 adapter, answers, texts, kind = spec_kinds.adapter, spec_kinds.answers, spec_kinds.texts, spec_kinds.kind
 ngram, draft, medusa = spec_kinds.ngram, spec_kinds.draft, spec_kinds.medusa

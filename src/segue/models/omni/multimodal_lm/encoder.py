@@ -34,8 +34,8 @@ from segue.models.omni.multimodal_lm.units import units_of
 from segue.models.shared.checkpoint.pretrained import load_config
 from segue.models.shared.decoder.interface import cannot_be_served, decoder_of, seen_by
 from segue.models.shared.decoder.layer_inputs import takes_ids_again
+from segue.models.shared.decoder.tolerance import difference, tolerance
 from segue.models.shared.encoder_cache import EncoderCache, cache_bytes
-from segue.models.shared.tolerance import difference, tolerance
 
 PATCHES = 256
 """Typical number of rows per encoder call; CPU linear layers choose their weight layout for it."""

@@ -26,8 +26,8 @@ from segue.models.omni.multimodal_lm.units import units_of
 from segue.models.shared.checkpoint.pretrained import load_config
 from segue.models.shared.decoder.generation import context_length
 from segue.models.shared.input_stage import InputStage
-from segue.models.shared.placeholders import check_counts, check_no_media
 from segue.models.shared.text.chat_template import read_chat_template
+from segue.models.shared.text.placeholders import check_counts, check_no_media
 from segue.models.shared.text.prompt import (
     check_length,
     check_text,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from segue.messages.errors import InvalidRequest
 from segue.models.omni.multimodal_lm.processor import Medium, Processed, Processor
-from segue.models.shared.placeholders import Place, check_counts, expanded, one_each
+from segue.models.shared.text.placeholders import Place, check_counts, expanded, one_each
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError, nearest
 from segue.models.shared.checkpoint.checkpoint import Checkpoint, check_index, culprit, load_module
 from segue.models.shared.checkpoint.files import GENERATION, check_objects
+from segue.models.shared.checkpoint.packed.formats import format_of, without_it, written_in
+from segue.models.shared.checkpoint.packed.reader import Format, PackedWeights
 from segue.models.shared.library import (
     QUANTIZERS,
     VERSION,
@@ -32,8 +34,6 @@ from segue.models.shared.library import (
     enable_progress_bar,
     is_progress_bar_enabled,
 )
-from segue.models.shared.packed.formats import format_of, without_it, written_in
-from segue.models.shared.packed.reader import Format, PackedWeights
 from segue.parallel.group import Group
 from segue.parallel.shard import shard
 

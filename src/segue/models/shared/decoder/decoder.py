@@ -33,9 +33,9 @@ from segue.models.shared.decoder.interface import cannot_be_served, check_interf
 from segue.models.shared.decoder.layer_inputs import READ_AS, takes_ids_again
 from segue.models.shared.decoder.no_cache import NoCache, counts_by_cache
 from segue.models.shared.decoder.states import attending, divide, find_states, keeps_states
+from segue.models.shared.decoder.tolerance import difference, tolerance
 from segue.models.shared.library import FLAT, PAGED, Conv1D, ModelOutput, PreTrainedConfig, PreTrainedModel
 from segue.models.shared.lora import LoraAdapters
-from segue.models.shared.tolerance import difference, tolerance
 
 
 def head_of(model: PreTrainedModel, inner: str, given: type[ModelOutput]) -> nn.Module:

@@ -28,8 +28,8 @@ from segue.models.shared.library import ProcessorMixin
 from segue.models.shared.omni.chat import KINDS, Chat, load_chat
 from segue.models.shared.omni.medium import Expanded, MediaReader
 from segue.models.shared.omni.say import SAY, asking, text_to_say
-from segue.models.shared.placeholders import Place, check_no_media, expanded, one_each
 from segue.models.shared.text.going_on import after_a_reply, requests_of, without_second_end
+from segue.models.shared.text.placeholders import Place, check_no_media, expanded, one_each
 from segue.models.shared.text.prompt import (
     check_length,
     check_text,

@@ -22,8 +22,8 @@ from segue.messages.errors import ConfigError, InvalidRequest
 from segue.messages.request import MediaPart, Message, Request, TextPart
 from segue.models.shared.decoder.generation import context_length
 from segue.models.shared.input_stage import InputStage
-from segue.models.shared.placeholders import check_counts
 from segue.models.shared.speech.recordings import recording_item
+from segue.models.shared.text.placeholders import check_counts
 from segue.models.shared.text.prompt import (
     check_length,
     check_text,

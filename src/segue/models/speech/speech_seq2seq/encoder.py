@@ -11,8 +11,8 @@ from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
 from segue.kernels.prepare import Plan, prepare
 from segue.models.shared.decoder.interface import cannot_be_served
+from segue.models.shared.decoder.tolerance import difference, tolerance
 from segue.models.shared.encoder_cache import EncoderCache, cache_bytes
-from segue.models.shared.tolerance import difference, tolerance
 from segue.models.speech.speech_seq2seq.loading import encoder_of
 
 ROWS = 256

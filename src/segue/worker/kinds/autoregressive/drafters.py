@@ -23,7 +23,7 @@ from segue.messages.errors import ConfigError
 from segue.models.registry import family_of, read_config
 
 if TYPE_CHECKING:
-    from segue.models.shared.speculators.eagle import Eagle
+    from segue.models.shared.decoder.speculators.eagle import Eagle
 
 
 _DIVIDED = ("ngram", "draft")
@@ -128,20 +128,20 @@ def _draft_model(
 
 
 def _medusa(directory: Path, target: AutoregressiveModel, context: AutoregressiveContext) -> LoadedDrafter:
-    from segue.models.shared.speculators.medusa import Medusa
+    from segue.models.shared.decoder.speculators.medusa import Medusa
 
     heads = Medusa(directory, target, context.dtype)
     return LoadedDrafter(lambda num_blocks: HeadsDrafter(heads), heads.weight_bytes)
 
 
 def _eagle(directory: Path, target: AutoregressiveModel, context: AutoregressiveContext) -> Eagle:
-    from segue.models.shared.speculators.eagle import Eagle
+    from segue.models.shared.decoder.speculators.eagle import Eagle
 
     return Eagle(directory, target, context.dtype)
 
 
 def _multi_token(target: AutoregressiveModel, context: AutoregressiveContext) -> ChainHead:
-    from segue.models.shared.speculators.mtp import MultiToken
+    from segue.models.shared.decoder.speculators.mtp import MultiToken
 
     return MultiToken(context.model_dir, target, context.dtype)
 

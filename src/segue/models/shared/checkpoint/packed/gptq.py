@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from segue.models.shared.packed.bits import unpacked
-from segue.models.shared.packed.weights import (
+from segue.models.shared.checkpoint.packed.bits import unpacked
+from segue.models.shared.checkpoint.packed.weights import (
     Grouped,
     Tensors,
     Unreadable,
@@ -25,7 +25,7 @@ from segue.models.shared.packed.weights import (
     same,
     words_of,
 )
-from segue.models.shared.packed.written import entry, one_of
+from segue.models.shared.checkpoint.packed.written import entry, one_of
 
 BITS = (2, 3, 4, 8)
 FORMATS = ("gptq", "gptq_v2")

@@ -18,6 +18,7 @@ from torch import nn
 
 from segue.messages.errors import ConfigError
 from segue.models.shared.checkpoint.checkpoint import Checkpoint
+from segue.models.shared.checkpoint.packed.weights import Tensors, Unreadable, Weights
 from segue.models.shared.library import (
     Conv1D,
     ConversionOps,
@@ -30,7 +31,6 @@ from segue.models.shared.library import (
     register_quantizer,
     rename_source_key,
 )
-from segue.models.shared.packed.weights import Tensors, Unreadable, Weights
 
 NAME = "segue"
 _STEM = "weight"

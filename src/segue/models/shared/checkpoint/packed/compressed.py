@@ -20,8 +20,8 @@ import msgspec
 import torch
 
 from segue.messages.errors import ConfigError
-from segue.models.shared.packed.bits import unpacked
-from segue.models.shared.packed.weights import (
+from segue.models.shared.checkpoint.packed.bits import unpacked
+from segue.models.shared.checkpoint.packed.weights import (
     Grouped,
     Scaled,
     Tensors,
@@ -35,7 +35,7 @@ from segue.models.shared.packed.weights import (
     taken,
     words_of,
 )
-from segue.models.shared.packed.written import FIELD, one_of
+from segue.models.shared.checkpoint.packed.written import FIELD, one_of
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 _STRATEGIES = ("tensor", "channel", "group", "block")

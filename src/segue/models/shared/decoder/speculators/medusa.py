@@ -16,7 +16,7 @@ from torch.nn.functional import linear, silu
 
 from segue.engines.autoregressive.contract import AutoregressiveModel
 from segue.messages.errors import ConfigError
-from segue.models.shared.speculators.weights import FIELD, FILES, read_tensors
+from segue.models.shared.decoder.speculators.weights import FIELD, FILES, read_tensors
 
 _FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", *FILES)
 _THEIRS = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")

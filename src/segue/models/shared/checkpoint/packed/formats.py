@@ -7,14 +7,14 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from segue.models.shared.checkpoint.packed.awq import Awq
+from segue.models.shared.checkpoint.packed.bitsandbytes import Bitsandbytes4, Bitsandbytes8
+from segue.models.shared.checkpoint.packed.compressed import Compressed
+from segue.models.shared.checkpoint.packed.gptq import Gptq
+from segue.models.shared.checkpoint.packed.reader import Format
+from segue.models.shared.checkpoint.packed.torchao import Torchao
+from segue.models.shared.checkpoint.packed.written import FIELD
 from segue.models.shared.library import PreTrainedConfig
-from segue.models.shared.packed.awq import Awq
-from segue.models.shared.packed.bitsandbytes import Bitsandbytes4, Bitsandbytes8
-from segue.models.shared.packed.compressed import Compressed
-from segue.models.shared.packed.gptq import Gptq
-from segue.models.shared.packed.reader import Format
-from segue.models.shared.packed.torchao import Torchao
-from segue.models.shared.packed.written import FIELD
 
 FORMATS: dict[str, Callable[[dict[str, Any], Path], Format]] = {
     "gptq": Gptq,

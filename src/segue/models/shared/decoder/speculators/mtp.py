@@ -17,7 +17,7 @@ from segue.engines.autoregressive.contract import AutoregressiveModel, KVSpec
 from segue.engines.autoregressive.speculation.contract import OpenTarget
 from segue.messages.errors import ConfigError
 from segue.models.shared.checkpoint.checkpoint import Checkpoint, held_bytes
-from segue.models.shared.speculators.weights import filled
+from segue.models.shared.decoder.speculators.weights import filled
 
 _FIELD = "speculation.method"
 

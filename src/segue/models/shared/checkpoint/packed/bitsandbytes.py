@@ -19,7 +19,16 @@ import msgspec
 import torch
 from torch.nn import functional
 
-from segue.models.shared.packed.weights import Coded, Scaled, Tensors, Unreadable, floats_of, must_be, same, taken
+from segue.models.shared.checkpoint.packed.weights import (
+    Coded,
+    Scaled,
+    Tensors,
+    Unreadable,
+    floats_of,
+    must_be,
+    same,
+    taken,
+)
 
 
 class Bitsandbytes8:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from segue.models.shared.packed.weights import (
+from segue.models.shared.checkpoint.packed.weights import (
     Grouped,
     Scaled,
     Tensors,

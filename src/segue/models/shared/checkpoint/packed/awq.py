@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from segue.models.shared.packed.bits import unpacked
-from segue.models.shared.packed.weights import (
+from segue.models.shared.checkpoint.packed.bits import unpacked
+from segue.models.shared.checkpoint.packed.weights import (
     Grouped,
     Tensors,
     Unreadable,
@@ -23,7 +23,7 @@ from segue.models.shared.packed.weights import (
     same,
     words_of,
 )
-from segue.models.shared.packed.written import entry, one_of
+from segue.models.shared.checkpoint.packed.written import entry, one_of
 
 VERSIONS = ("gemm", "gemv")
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)

@@ -23,15 +23,15 @@ from segue.engines.autoregressive.contract import AutoregressiveModel, KVSpec
 from segue.engines.autoregressive.speculation.contract import OpenTarget
 from segue.messages.errors import ConfigError
 from segue.models.shared.checkpoint.checkpoint import held_bytes
-from segue.models.shared.speculators.library import (
+from segue.models.shared.decoder.speculators.library import (
     FLAT,
     LlamaConfig,
     LlamaDecoderLayer,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
 )
-from segue.models.shared.speculators.tap import Tap
-from segue.models.shared.speculators.weights import FIELD, FILES, filled, read_tensors, read_values
+from segue.models.shared.decoder.speculators.tap import Tap
+from segue.models.shared.decoder.speculators.weights import FIELD, FILES, filled, read_tensors, read_values
 
 _ZEROS = (".bias",)
 """Some checkpoints have biases on q, k and v only; the library's module has one on o as well."""
