@@ -13,10 +13,10 @@ import msgspec
 import torch
 from taking import take
 
-from segue.connectors.cuda import cuda_memory
-from segue.connectors.device import DeviceMemory
-from segue.connectors.memfd_device import MemfdMemory
-from segue.connectors.shm import SharedMemoryConnector
+from segue.connectors.device.cuda import cuda_memory
+from segue.connectors.device.memfd import MemfdMemory
+from segue.connectors.device.memory import DeviceMemory
+from segue.connectors.shm.connector import SharedMemoryConnector
 
 
 def send(pipe: BinaryIO, message: Any) -> None:

@@ -13,7 +13,7 @@ from connector_peer import receive, send
 from taking import take
 
 from segue.bench.harness.process import python_path
-from segue.connectors.shm import SharedMemoryConnector
+from segue.connectors.shm.connector import SharedMemoryConnector
 from shm_names import abandoned
 
 MIB = 1 << 20

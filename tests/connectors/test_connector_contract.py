@@ -13,9 +13,9 @@ from taking import KEY, take, until
 
 from segue.connectors.base import Connector
 from segue.connectors.create import Network, create
-from segue.connectors.cuda import cuda_memory
-from segue.connectors.device import DeviceMemory
-from segue.connectors.memfd_device import MemfdMemory
+from segue.connectors.device.cuda import cuda_memory
+from segue.connectors.device.memfd import MemfdMemory
+from segue.connectors.device.memory import DeviceMemory
 from segue.messages.errors import StageFailed
 
 MIB = 1 << 20

@@ -7,7 +7,7 @@ import pytest
 from segue.connectors.create import create
 from segue.connectors.inproc import InProcessConnector
 from segue.connectors.mooncake.library import load
-from segue.connectors.shm import SharedMemoryConnector
+from segue.connectors.shm.connector import SharedMemoryConnector
 from segue.messages.errors import ConfigError
 
 

@@ -13,11 +13,11 @@ from payload_values import DTYPES, raw_tensor, same
 from peer_process import MIB, names_left, peers, wait_for_hang_ups
 from taking import take
 
-from segue.connectors.device import DevicePool
-from segue.connectors.handover import Line
-from segue.connectors.memfd_device import MemfdMemory
-from segue.connectors.segment import PAGE, put_word
-from segue.connectors.shm import SharedMemoryConnector
+from segue.connectors.device.memfd import MemfdMemory
+from segue.connectors.device.memory import DevicePool
+from segue.connectors.shm.connector import SharedMemoryConnector
+from segue.connectors.shm.handover import Line
+from segue.connectors.shm.segment import PAGE, put_word
 from segue.messages.errors import ConfigError, StageFailed
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")

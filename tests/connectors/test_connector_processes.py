@@ -11,7 +11,7 @@ from connector_peer import numbers, right
 from peer_process import MIB, names_left, peers, wait_for_hang_ups
 from taking import take
 
-from segue.connectors.shm import SharedMemoryConnector
+from segue.connectors.shm.connector import SharedMemoryConnector
 
 
 @pytest.fixture

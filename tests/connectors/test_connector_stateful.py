@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from taking import KEY, take, until
 
 from segue.connectors.create import Network, create
-from segue.connectors.device import DeviceMemory
-from segue.connectors.memfd_device import MemfdMemory
+from segue.connectors.device.memfd import MemfdMemory
+from segue.connectors.device.memory import DeviceMemory
 
 KIB = 1024
 _names = (f"stateful-{number}" for number in count())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from segue.connectors.cuda import GRANULE, CudaError, CudaMemory, _Driver, cuda_memory
+from segue.connectors.device.cuda import GRANULE, CudaError, CudaMemory, _Driver, cuda_memory
 from segue.kernels.device import DeviceLost, device_lost, out_of_memory
 from segue.worker.stage import as_stage_error
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from taking import take
 
-from segue.connectors.handover import HandOver, Line
 from segue.connectors.payload import PayloadError
-from segue.connectors.pool import Pool
-from segue.connectors.segment import PAGE, RECEIVERS, Segment
-from segue.connectors.shm import SharedMemoryConnector
+from segue.connectors.shm.connector import SharedMemoryConnector
+from segue.connectors.shm.handover import HandOver, Line
+from segue.connectors.shm.pool import Pool
+from segue.connectors.shm.segment import PAGE, RECEIVERS, Segment
 from segue.messages.errors import ConfigError
 
 ID = b"pool-id!"

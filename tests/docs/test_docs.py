@@ -24,7 +24,7 @@ from segue.bench.main import parser as bench_parser
 from segue.cli.main import parser as cli_parser
 from segue.connectors.create import KEYS as CONNECTOR_KEYS
 from segue.connectors.create import Network, create
-from segue.connectors.shm import CUDA_POOL_BYTES, MAX_BYTES, POOL_BYTES, THRESHOLD_BYTES
+from segue.connectors.shm.connector import CUDA_POOL_BYTES, MAX_BYTES, POOL_BYTES, THRESHOLD_BYTES
 from segue.connectors.tcp import connector as tcp
 from segue.graph.deployment.deployment import Hardware, Limits
 from segue.graph.deployment.loader import load_plan

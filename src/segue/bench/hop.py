@@ -36,7 +36,7 @@ from segue.bench.harness.report import Columns, table_of
 from segue.bench.harness.results import VERSION, now, read_values, write_result
 from segue.cli.parser import Parser
 from segue.connectors.base import Arrived
-from segue.connectors.shm import SharedMemoryConnector
+from segue.connectors.shm.connector import SharedMemoryConnector
 from segue.messages.errors import ConfigError
 
 WARM_UP = 10

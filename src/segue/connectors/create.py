@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from segue.connectors.base import Connector
-from segue.connectors.device import DeviceMemory
+from segue.connectors.device.memory import DeviceMemory
 from segue.connectors.inproc import InProcessConnector
 from segue.connectors.mooncake.engine import MooncakeEngineConnector
 from segue.connectors.mooncake.store import MooncakeStoreConnector
 from segue.connectors.nixl import NixlConnector
-from segue.connectors.shm import SharedMemoryConnector
+from segue.connectors.shm.connector import SharedMemoryConnector
 from segue.connectors.tcp.connector import TcpConnector
 from segue.messages.errors import ConfigError, nearest
 

@@ -12,7 +12,7 @@ from segue.connectors.base import Arrived, Fetched, Gone, Payload, Reach
 from segue.connectors.fetching import Consumer
 from segue.connectors.narrow import narrowed, upcast
 from segue.connectors.payload import Encoded, PayloadError, measure, read_from
-from segue.connectors.shm_metadata import Inline, written
+from segue.connectors.shm.metadata import Inline, written
 from segue.messages.errors import ConfigError, StageFailed
 
 MAX_BYTES = 1 << 30

@@ -15,9 +15,9 @@ import torch
 
 from segue.connectors.base import Connector
 from segue.connectors.create import Network, create
-from segue.connectors.cuda import cuda_memory
-from segue.connectors.device import DeviceMemory
-from segue.connectors.segment import PAGE
+from segue.connectors.device.cuda import cuda_memory
+from segue.connectors.device.memory import DeviceMemory
+from segue.connectors.shm.segment import PAGE
 from segue.engines.autoregressive.contract import LoraHost, TakesLora
 from segue.engines.contract import HasVoices, LoadContext, SameWorker, StageModel, StageModelFactory
 from segue.graph.deployment.deployment import EdgePlan, Limits

@@ -19,8 +19,8 @@ from segue.messages.errors import InvalidRequest, NotFound, wrong
 from segue.messages.request import MediaPart, Message, Part, Request, TextPart
 from segue.messages.units import Unit, ids_of, rows_of
 from segue.models.shared.input_stage import InputStage
-from segue.models.shared.text.going_on import requests_of
 from segue.models.shared.speech.recordings import recording_item
+from segue.models.shared.text.going_on import requests_of
 from segue.models.shared.text.prompt import (
     check_length,
     check_text,
@@ -198,7 +198,7 @@ def _write(script: Script, messages: Sequence[Message], asked: _Asked) -> None:
         )
     if voice is not None:
         script.voice(voice)
-    _converse(script, turns, asked, told)
+    _converse(script, turns, asked, system)
 
 
 def _follow(script: Script, messages: Sequence[Message], asked: _Asked) -> None:
@@ -218,8 +218,8 @@ def _follow(script: Script, messages: Sequence[Message], asked: _Asked) -> None:
     _converse(script, messages, asked, "")
 
 
-def _converse(script: Script, turns: Sequence[Message], asked: _Asked, told: str) -> None:
-    """Write the turns of a conversation, and begin the reply. `told`: the system message's text."""
+def _converse(script: Script, turns: Sequence[Message], asked: _Asked, system: str) -> None:
+    """Write the turns of a conversation, and begin the reply. `system`: the system message's text."""
     if asked.spoken and asked.thinking:
         raise InvalidRequest("options.thinking is true, but a spoken reply has no thoughts", field="options.thinking")
     for number, message in enumerate(turns):

@@ -1,7 +1,6 @@
 """The interface of the shared-memory connector to an accelerator: device memory that another process can open.
 
-The interface is small: `segue.connectors.cuda` implements it for a CUDA device, `segue.connectors.memfd_device` with
-host memory, for machines without one.
+The interface is small: `cuda` implements it for a CUDA device, `memfd` with host memory, for machines without one.
 """
 
 from __future__ import annotations

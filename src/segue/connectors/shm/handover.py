@@ -25,9 +25,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from segue.connectors.device import Imported
-from segue.connectors.pool import Pool
-from segue.connectors.segment import RECEIVERS, Segment
+from segue.connectors.device.memory import Imported
+from segue.connectors.shm.pool import Pool
+from segue.connectors.shm.segment import RECEIVERS, Segment
 from segue.messages.errors import ConfigError
 
 POOL_ID_BYTES = 8

@@ -39,8 +39,8 @@ class _Memory:
 
 
 class MemfdMemory:
-    """`segue.connectors.device.DeviceMemory` over host memory. `reachable`: whether it can open exported memory (also
-    its own process's, unlike CUDA)."""
+    """`DeviceMemory` (`memory`) over host memory. `reachable`: whether it can open exported memory (also its own
+    process's, unlike CUDA)."""
 
     def __init__(self, *, reachable: bool = True) -> None:
         self._reachable = reachable

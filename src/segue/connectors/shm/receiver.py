@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from segue.connectors.base import Arrived
-from segue.connectors.device import DeviceMemory
-from segue.connectors.handover import Line
+from segue.connectors.device.memory import DeviceMemory
 from segue.connectors.payload import PayloadError, read_from
-from segue.connectors.segment import Segment, put_word
-from segue.connectors.shm_metadata import Inline, OnDevice, Placed
+from segue.connectors.shm.handover import Line
+from segue.connectors.shm.metadata import Inline, OnDevice, Placed
+from segue.connectors.shm.segment import Segment, put_word
 
 
 class _Taken(msgspec.Struct):

@@ -21,13 +21,13 @@ from collections.abc import Callable
 from typing import Any
 
 from segue.connectors.base import Arrived, Gone, Payload, Reach
-from segue.connectors.device import DeviceMemory, DevicePool, Region
-from segue.connectors.handover import HandOver
+from segue.connectors.device.memory import DeviceMemory, DevicePool, Region
 from segue.connectors.payload import Encoded, measure, read_from
-from segue.connectors.pool import Pool, Slot
-from segue.connectors.segment import PAGE
-from segue.connectors.shm_metadata import Inline, OnDevice, Placed, read, written
-from segue.connectors.shm_receiver import Receiver
+from segue.connectors.shm.handover import HandOver
+from segue.connectors.shm.metadata import Inline, OnDevice, Placed, read, written
+from segue.connectors.shm.pool import Pool, Slot
+from segue.connectors.shm.receiver import Receiver
+from segue.connectors.shm.segment import PAGE
 from segue.messages.errors import ConfigError, StageFailed
 
 POOL_BYTES = 64 << 20

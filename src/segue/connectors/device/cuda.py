@@ -131,7 +131,7 @@ class _Imported:
 
 
 class CudaMemory:
-    """`segue.connectors.device.DeviceMemory` of one CUDA device (with an index), as this process sees it."""
+    """`DeviceMemory` (`memory`) of one CUDA device (with an index), as this process sees it."""
 
     def __init__(self, driver: _Driver) -> None:
         self._driver = driver

@@ -11,9 +11,9 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from segue.connectors.device import Region
+from segue.connectors.device.memory import Region
 from segue.connectors.intervals import Intervals
-from segue.connectors.segment import PAGE, RECEIVERS, Segment, put_word
+from segue.connectors.shm.segment import PAGE, RECEIVERS, Segment, put_word
 
 _LOOKS = 16
 """Allocations checked before each new one, so that released memory is reused while it is warm in the cache."""

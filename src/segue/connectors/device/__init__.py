@@ -1,0 +1,5 @@
+"""Memory of an accelerator that another process can open: `memory` is the interface to it, `cuda` implements it for
+CUDA devices, `memfd` with host memory, for machines without one.
+
+Doors: `cuda`, `memory`.
+"""
