@@ -8,8 +8,8 @@ from segue.messages.sampling import RepetitionDetection, SamplingParams, Structu
 
 if TYPE_CHECKING:
     from segue.models.model_graph import ModelGraph
-    from segue.orchestrator.blocking import Omni
-    from segue.orchestrator.omni import AsyncOmni
+    from segue.orchestrator.omni.async_omni import AsyncOmni
+    from segue.orchestrator.omni.blocking import Omni
 
 __all__ = ["AsyncOmni", "ModelGraph", "Omni", "RepetitionDetection", "SamplingParams", "StructuredOutput"]
 
@@ -17,11 +17,11 @@ __all__ = ["AsyncOmni", "ModelGraph", "Omni", "RepetitionDetection", "SamplingPa
 def __getattr__(name: str) -> Any:
     # `import segue` stays light: the orchestrator brings asyncio, ZeroMQ and the model registry
     if name == "Omni":
-        from segue.orchestrator.blocking import Omni
+        from segue.orchestrator.omni.blocking import Omni
 
         return Omni
     if name == "AsyncOmni":
-        from segue.orchestrator.omni import AsyncOmni
+        from segue.orchestrator.omni.async_omni import AsyncOmni
 
         return AsyncOmni
     if name == "ModelGraph":

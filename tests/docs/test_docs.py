@@ -43,7 +43,7 @@ from segue.models.omni.qwen2_5_omni.graph import graph as omni_graph
 from segue.models.shared.dialects.dialect import CALL_FORMATS, Dialect
 from segue.models.shared.text.chat_template import ChatTemplate
 from segue.models.speech.speech_seq2seq.facts import OPTIONS as SPEECH_OPTIONS
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.outputs import RequestOutput
 from segue.orchestrator.service import ModelCard
 from segue.server.anthropic.request import MessagesBody
 from segue.server.generation.parameters import CommonBody

@@ -28,8 +28,8 @@ from segue.models.model_graph import ModelGraph
 from segue.models.omni.qwen2_5_omni.reference import Reference, Reply
 from segue.models.shared.library import AutoModelForCausalLM
 from segue.models.shared.omni.chat import audio_of_videos
-from segue.orchestrator.omni import AsyncOmni
-from segue.orchestrator.outputs import Collector, RequestOutput
+from segue.orchestrator.omni.async_omni import AsyncOmni
+from segue.orchestrator.omni.outputs import Collector, RequestOutput
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from segue.media.write_video import VideoWriter
-from segue.orchestrator.outputs import Audio, Video
+from segue.orchestrator.omni.outputs import Audio, Video
 
 
 def moving(frames: int, height: int, width: int) -> np.ndarray:

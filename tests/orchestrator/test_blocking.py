@@ -11,7 +11,7 @@ from toy_system import assert_right
 
 from segue import Omni
 from segue.messages.errors import InvalidRequest, SegueError, StageFailed
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.outputs import RequestOutput
 
 FEW: dict[str, Any] = {"limits": {"max_waiting": 3}}
 FAILS = {

@@ -14,7 +14,7 @@ from segue.graph.deployment.loader import load_plan
 from segue.graph.kinds import registry
 from segue.graph.render import as_text
 from segue.messages.errors import ConfigError
-from segue.orchestrator.omni import AsyncOmni
+from segue.orchestrator.omni.async_omni import AsyncOmni
 
 TOY_ENGINE = str(Path(__file__).parents[1] / "toy_engine")
 HERE = Hardware(cpus=2, memory_bytes=1 << 34)

@@ -11,8 +11,8 @@ from segue.graph.deployment.deployment import Hardware, Plan
 from segue.graph.deployment.loader import load_plan
 from segue.graph.stage_graph import INPUT, StageGraph
 from segue.messages.request import Request
-from segue.orchestrator.client_queue import ClientQueue
-from segue.orchestrator.request_state import RequestState, StageState, stages_across
+from segue.orchestrator.requests.client_queue import ClientQueue
+from segue.orchestrator.requests.request_state import RequestState, StageState, stages_across
 from segue.orchestrator.workers.links import Links
 from segue.orchestrator.workers.replicas import Replica, Replicas
 from segue.orchestrator.workers.router import Router, Unplaced

@@ -17,8 +17,8 @@ from toy_system import answer, collect, kill, pid_of
 from segue import ModelGraph
 from segue.messages.deltas import Delta, ModelDelta
 from segue.messages.errors import InvalidRequest, ShuttingDown, StageFailed
-from segue.orchestrator.omni import AsyncOmni
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.async_omni import AsyncOmni
+from segue.orchestrator.omni.outputs import RequestOutput
 
 
 class Graph:

@@ -19,8 +19,8 @@ from segue.messages.deltas import Delta, ModelDelta
 from segue.messages.errors import InvalidRequest, SegueError, StageFailed
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams
-from segue.orchestrator.omni import AsyncOmni
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.async_omni import AsyncOmni
+from segue.orchestrator.omni.outputs import RequestOutput
 
 PROMPTS = ("one", "web", "two", "a tale", "cart", "x", "ten", "day")
 

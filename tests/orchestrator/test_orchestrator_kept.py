@@ -13,8 +13,8 @@ from toy_system import Gate, System, answer, both, collect, expected_ids, kill, 
 
 from segue.messages.errors import InvalidRequest, NotFound
 from segue.messages.sampling import SamplingParams
-from segue.orchestrator.omni import AsyncOmni
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.async_omni import AsyncOmni
+from segue.orchestrator.omni.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("toy_path")
 

@@ -23,8 +23,8 @@ from segue.messages.errors import InvalidRequest, SegueError, StageFailed
 from segue.messages.formats import Format
 from segue.messages.sampling import SamplingParams
 from segue.messages.stats import WorkerStats
-from segue.orchestrator.omni import AsyncOmni
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.async_omni import AsyncOmni
+from segue.orchestrator.omni.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("toy_path")
 

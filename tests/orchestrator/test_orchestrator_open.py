@@ -13,9 +13,9 @@ from toy_system import Gate, System, both, expected_ids, kill, pid_of
 from segue.messages.deltas import Delta, Finished, TextDelta, TurnEnded
 from segue.messages.errors import Cancelled, InvalidRequest, SegueError, TooLarge, TooLong
 from segue.messages.sampling import SamplingParams
-from segue.orchestrator.omni import AsyncOmni
-from segue.orchestrator.open_request import OpenRequest
-from segue.orchestrator.outputs import Collector, RequestOutput
+from segue.orchestrator.omni.async_omni import AsyncOmni
+from segue.orchestrator.omni.outputs import Collector, RequestOutput
+from segue.orchestrator.requests.open_request import OpenRequest
 
 pytestmark = pytest.mark.usefixtures("toy_path")
 

@@ -20,8 +20,8 @@ from segue.messages.errors import (
     StageFailed,
 )
 from segue.messages.sampling import SamplingParams
-from segue.orchestrator.omni import AsyncOmni
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.async_omni import AsyncOmni
+from segue.orchestrator.omni.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("toy_path")
 

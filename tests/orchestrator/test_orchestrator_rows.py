@@ -12,9 +12,9 @@ import pytest
 from toy_system import Gate, System, both, collect, kill, pid_of
 
 from segue.messages.wire import Emission
-from segue.orchestrator.client_queue import ClientQueue
-from segue.orchestrator.outputs import RequestOutput
-from segue.orchestrator.request_state import RequestState, StageState
+from segue.orchestrator.omni.outputs import RequestOutput
+from segue.orchestrator.requests.client_queue import ClientQueue
+from segue.orchestrator.requests.request_state import RequestState, StageState
 
 pytestmark = pytest.mark.usefixtures("toy_path")
 

@@ -16,8 +16,8 @@ from segue.messages.errors import (
     InvalidRequest,
 )
 from segue.messages.sampling import SamplingParams, StructuredOutput
-from segue.orchestrator.blocking import Omni
-from segue.orchestrator.omni import AsyncOmni
+from segue.orchestrator.omni.async_omni import AsyncOmni
+from segue.orchestrator.omni.blocking import Omni
 from shm_names import abandoned
 
 pytestmark = pytest.mark.usefixtures("toy_path")

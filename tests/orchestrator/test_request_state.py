@@ -9,8 +9,8 @@ import pytest
 from segue.graph.walk import WalkStage
 from segue.messages.request import Request
 from segue.messages.wire import Emission, OutputEnd, StageDone
-from segue.orchestrator.client_queue import ClientQueue
-from segue.orchestrator.request_state import RequestState
+from segue.orchestrator.requests.client_queue import ClientQueue
+from segue.orchestrator.requests.request_state import RequestState
 
 NAMES = ("thinker", "talker", "vocoder")
 GIVES = ({"text"}, set(), {"audio"})

@@ -15,8 +15,8 @@ from segue.graph.stage_graph import INPUT, StageGraph
 from segue.messages.request import MediaPart, Message, Request, TextPart
 from segue.messages.stats import WorkerStats
 from segue.messages.wire import Stats
-from segue.orchestrator.client_queue import ClientQueue
-from segue.orchestrator.request_state import RequestState, StageState
+from segue.orchestrator.requests.client_queue import ClientQueue
+from segue.orchestrator.requests.request_state import RequestState, StageState
 from segue.orchestrator.workers.affinity import BLOCK_BYTES, BLOCK_IDS, PrefixMemory, Sessions, prefix_of
 from segue.orchestrator.workers.replicas import Replica, Replicas
 from segue.orchestrator.workers.router import Router, Unplaced

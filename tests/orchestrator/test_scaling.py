@@ -22,7 +22,7 @@ from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import Overloaded
 from segue.messages.stats import WorkerStats
 from segue.messages.wire import Stats
-from segue.orchestrator.omni import AsyncOmni
+from segue.orchestrator.omni.async_omni import AsyncOmni
 from segue.orchestrator.workers.move_policy import Crew
 from segue.orchestrator.workers.moves import Moves
 from segue.orchestrator.workers.replicas import Replica, Replicas

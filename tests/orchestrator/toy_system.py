@@ -15,8 +15,8 @@ import psutil
 
 from segue.messages.deltas import Delta
 from segue.messages.wire import ToWorker
-from segue.orchestrator.omni import AsyncOmni
-from segue.orchestrator.outputs import Collector, RequestOutput
+from segue.orchestrator.omni.async_omni import AsyncOmni
+from segue.orchestrator.omni.outputs import Collector, RequestOutput
 from segue.orchestrator.service import Health
 from segue.orchestrator.workers.replicas import Replica
 

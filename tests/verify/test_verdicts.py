@@ -18,7 +18,7 @@ from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import ConfigError
 from segue.messages.reference import Followed, LibraryAnswer, Pixels
 from segue.models.shared.reference import Follow
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.outputs import RequestOutput
 from segue.verify.compare import TOLERANCES, Row, audio, compared, ids, pixels, tokens, vector
 from segue.verify.fits import GiB, Pass, passes
 from segue.verify.questions import Question

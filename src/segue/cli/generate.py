@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
 
-    from segue.orchestrator.omni import AsyncOmni
-    from segue.orchestrator.outputs import RequestOutput
+    from segue.orchestrator.omni.async_omni import AsyncOmni
+    from segue.orchestrator.omni.outputs import RequestOutput
 
 _IMAGES = {".png": "png", ".webp": "webp", ".jpg": "jpeg", ".jpeg": "jpeg"}
 """File extension → format."""
@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status. Raises `ConfigError` for an unusable output before any start."""
     from segue.messages.sampling import SamplingParams
-    from segue.orchestrator.blocking import Omni
+    from segue.orchestrator.omni.blocking import Omni
 
     output: Path | None = arguments.output
     gives = _gives(arguments.model)

@@ -362,8 +362,8 @@ async def _serve_until_stopped(arguments: argparse.Namespace, settings: ServerSe
     import asyncio
 
     from segue.graph.machine.account import account
-    from segue.orchestrator.omni import AsyncOmni
-    from segue.orchestrator.progress import StartBars
+    from segue.orchestrator.omni.async_omni import AsyncOmni
+    from segue.orchestrator.omni.progress import StartBars
     from segue.server.serve import http_server, listen
 
     adapters = dict(arguments.lora or ())

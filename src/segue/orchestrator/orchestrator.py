@@ -1,8 +1,8 @@
 """The orchestrator admits requests, assigns each stage of their walk to a worker, tracks them, and recovers them.
 
 Payloads and chunks do not pass through it. It sees the journal (ids), the client's output, and which stages are done;
-this state is enough to continue a request when a worker dies (`segue.orchestrator.request_state`). One asyncio task,
-the supervisor's, reads the workers' messages; everything else happens in their handlers.
+this state is enough to continue a request when a worker dies (`requests.request_state`). One asyncio task, the
+supervisor's, reads the workers' messages; everything else happens in their handlers.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from segue.messages.wire import (
     ToOrchestrator,
     Unreachable,
 )
-from segue.orchestrator.client_queue import ClientQueue
-from segue.orchestrator.kept import KeptRequests
-from segue.orchestrator.request_state import RequestState, stages_across, stages_to_rerun
-from segue.orchestrator.stage_messages import Addressed, appended, begins, closed, resent, returned, throttled
+from segue.orchestrator.requests.client_queue import ClientQueue
+from segue.orchestrator.requests.kept import KeptRequests
+from segue.orchestrator.requests.request_state import RequestState, stages_across, stages_to_rerun
+from segue.orchestrator.requests.stage_messages import Addressed, appended, begins, closed, resent, returned, throttled
 from segue.orchestrator.workers.replicas import Replica
 from segue.orchestrator.workers.router import Router, Unplaced, has_media
 from segue.orchestrator.workers.supervisor import OnProgress, Supervisor

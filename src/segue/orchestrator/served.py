@@ -17,10 +17,10 @@ from segue.messages.sampling import check_sampling, check_token_ids, merged
 from segue.messages.tensors import check_tensors
 from segue.messages.wire import StageFacts
 from segue.models.shared.diffusion.sizes import Sizes
-from segue.orchestrator.kept import check_kept
-from segue.orchestrator.open_request import OpenRequest, opened
 from segue.orchestrator.orchestrator import Orchestrator
-from segue.orchestrator.prompt_embeds import check_embeds_bytes
+from segue.orchestrator.requests.kept import check_kept
+from segue.orchestrator.requests.open_request import OpenRequest, opened
+from segue.orchestrator.requests.prompt_embeds import check_embeds_bytes
 from segue.orchestrator.service import ModelCard
 from segue.orchestrator.tokenless import check_tokenless
 from segue.orchestrator.transcription import check_transcription, transcribed

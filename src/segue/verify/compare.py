@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from segue.messages.reference import Followed, LibraryAnswer, Pixels
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.outputs import RequestOutput
 from segue.verify.segue_side import Served
 from segue.verify.subject import Subject
 

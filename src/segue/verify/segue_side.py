@@ -12,8 +12,8 @@ from typing import Any
 from segue.graph.deployment.deployment import Hardware
 from segue.messages.errors import InvalidRequest, SegueError
 from segue.messages.request import Request
-from segue.orchestrator.omni import AsyncOmni
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.async_omni import AsyncOmni
+from segue.orchestrator.omni.outputs import RequestOutput
 from segue.verify.fits import memory_shares
 from segue.verify.questions import Question, sampling_stages
 from segue.verify.subject import Subject

@@ -16,7 +16,7 @@ from truth_system import System
 
 from segue.messages.deltas import Delta, ProgressDelta
 from segue.messages.errors import ConfigError, StageFailed
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.outputs import RequestOutput
 
 MiB = 1 << 20
 ASKED: dict[str, Any] = {

@@ -17,7 +17,7 @@ from server_process import NAME, served
 
 from segue.messages.deltas import ProgressDelta
 from segue.messages.errors import InvalidRequest
-from segue.orchestrator.omni import AsyncOmni
+from segue.orchestrator.omni.async_omni import AsyncOmni
 from tiny_pipelines import stable_diffusion
 
 ASKED: dict[str, Any] = {

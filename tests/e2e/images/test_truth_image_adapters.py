@@ -20,8 +20,8 @@ from truth_system import until
 from segue.messages.deltas import ProgressDelta
 from segue.messages.errors import InvalidRequest, NotFound
 from segue.models.images.flux import tiny
-from segue.orchestrator.omni import AsyncOmni
-from segue.orchestrator.outputs import Collector
+from segue.orchestrator.omni.async_omni import AsyncOmni
+from segue.orchestrator.omni.outputs import Collector
 
 ASKED: dict[str, Any] = {
     "prompt": "a small boat left the harbour in the early morning",

@@ -15,7 +15,7 @@ from truth_system import System
 
 from segue.messages.deltas import Delta, Finished, ImageDelta, ProgressDelta
 from segue.messages.errors import InvalidRequest
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.outputs import RequestOutput
 
 ASKED: dict[str, Any] = {
     "prompt": "a small boat left the harbour in the early morning",

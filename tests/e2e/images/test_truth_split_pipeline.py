@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from segue.messages.errors import InvalidRequest
-from segue.orchestrator.omni import AsyncOmni
+from segue.orchestrator.omni.async_omni import AsyncOmni
 from tiny_pipelines import ernie
 
 STAGES = ("library_text_encoder", "library_denoiser", "library_decoder")

@@ -16,7 +16,7 @@ from segue.messages.deltas import Delta, EncodedDelta, Finished, ImageDelta, Pro
 from segue.messages.errors import InvalidRequest
 from segue.messages.formats import Format
 from segue.models.images.wan import tiny
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.outputs import RequestOutput
 
 FIRST = Image.fromarray(np.linspace(0, 255, 40 * 50 * 3).astype(np.uint8).reshape(40, 50, 3))
 LAST = FIRST.rotate(180)

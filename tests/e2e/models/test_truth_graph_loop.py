@@ -19,7 +19,7 @@ from truth_system import System, library_answers
 from segue.messages.deltas import Delta, EncodedDelta, ModelDelta
 from segue.messages.formats import Format
 from segue.models.shared.library import AutoTokenizer
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.outputs import RequestOutput
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "illustrator" / "illustrator.py"
 ASKED = "A red boat on a calm lake"

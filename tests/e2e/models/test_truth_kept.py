@@ -15,7 +15,7 @@ from truth_system import BY_NAME, FILES, System, assert_same, library_answers
 from lora_files import make_adapter, merge
 from segue.messages.sampling import SamplingParams
 from segue.models.text.causal_lm import tiny as causal_lm
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.outputs import RequestOutput
 
 TOKENS = 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)

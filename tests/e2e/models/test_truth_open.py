@@ -16,7 +16,7 @@ from segue.messages.deltas import Delta, Finished, TextDelta, TurnEnded
 from segue.messages.errors import InvalidRequest
 from segue.messages.sampling import SamplingParams
 from segue.models.text.causal_lm import tiny
-from segue.orchestrator.open_request import OpenRequest
+from segue.orchestrator.requests.open_request import OpenRequest
 
 TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)

@@ -15,7 +15,7 @@ from own_model_package import PER_FRAME, Author, given, installed, prompt
 from segue.messages.deltas import Delta, Finished, VideoDelta
 from segue.messages.errors import InvalidRequest
 from segue.messages.sampling import SamplingParams
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.outputs import RequestOutput
 
 TIGHT = {"max_tokens_per_step": 20, "block_size": 8, "kv_blocks": 56, "max_batch": 4}
 """A frame is prefilled in chunks, and four requests do not fit at once."""

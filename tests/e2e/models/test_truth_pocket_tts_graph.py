@@ -27,7 +27,7 @@ from segue.messages.errors import InvalidRequest, NotFound
 from segue.messages.request import MediaPart
 from segue.models.shared.library import AutoFeatureExtractor, AutoModelForSpeechSeq2Seq, AutoTokenizer
 from segue.models.speech.pocket_tts.reference import Reference
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.outputs import RequestOutput
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "assistant" / "assistant.py"
 SEED = 7

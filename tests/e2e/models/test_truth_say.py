@@ -18,7 +18,7 @@ from segue.models.omni.qwen2_5_omni.input import _SYSTEM
 from segue.models.omni.qwen2_5_omni.reference import Reply
 from segue.models.shared.omni.say import asking
 from segue.models.shared.reference import processors
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.outputs import RequestOutput
 
 DEPLOYMENT = {"stages": {name: {"max_tokens_per_step": 16} for name in ("thinker", "talker")}}
 """The text itself is computed in several steps."""

@@ -17,7 +17,7 @@ from segue.messages.sampling import SamplingParams
 from segue.models.omni.multimodal_lm.tiny import presets
 from segue.models.shared.library import AutoModelForCausalLM
 from segue.models.text.causal_lm import tiny
-from segue.orchestrator.omni import AsyncOmni
+from segue.orchestrator.omni.async_omni import AsyncOmni
 from segue.server.app import create_app
 
 IDS = [40, 51, 62, 73, 84]

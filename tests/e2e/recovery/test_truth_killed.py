@@ -10,7 +10,7 @@ from truth_system import BY_NAME, LONG, LONG_MIXED, Case, System, Truth, assert_
 
 from segue.messages.deltas import AudioDelta, Delta, TextDelta
 from segue.messages.sampling import SamplingParams
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.outputs import RequestOutput
 
 FIRST = {"thinker": TextDelta, "talker": TextDelta, "vocoder": AudioDelta}
 """The first of these, and the stage is at work: the talker starts at the reply's second token."""

@@ -18,7 +18,7 @@ from truth_system import System
 
 from segue.messages.deltas import Delta, ProgressDelta, TextDelta
 from segue.messages.sampling import SamplingParams
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.outputs import RequestOutput
 
 GOLDEN = Path(__file__).parents[2] / "models" / "omni" / "bagel" / "golden"
 CASES: dict[str, dict[str, Any]] = json.loads((GOLDEN / "cases.json").read_text())

@@ -16,7 +16,7 @@ from truth_system import SAME, System
 
 from segue.messages.deltas import Delta
 from segue.messages.sampling import SamplingParams
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.outputs import RequestOutput
 
 GOLDEN = Path(__file__).parents[2] / "models" / "speech" / "mimo_audio" / "golden" / "golden.safetensors"
 DEPLOYMENT = {"stages": {"llm": {"options": {"audio_temperature": 0}}, "vocoder": {"options": {"right_frames": 8}}}}

@@ -16,7 +16,7 @@ from truth_system import System
 
 from segue.messages.deltas import AudioDelta, Delta
 from segue.messages.sampling import SamplingParams
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.outputs import RequestOutput
 
 GOLDEN = Path(__file__).parents[2] / "models" / "speech" / "qwen3_tts" / "golden"
 EVERY = 7

@@ -10,7 +10,7 @@ import pytest
 from truth_system import CASES, LONG, LONG_MIXED, Case, System, Truth
 
 from segue.messages.deltas import AudioDelta, Delta
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.outputs import RequestOutput
 
 DEPLOYMENT = {
     "stages": {"encoder": {"fuse_with": None}},

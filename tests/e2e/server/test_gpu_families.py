@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from segue.models.registry import families, tiny_preset
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.outputs import RequestOutput
 from segue.verify.questions import questions
 from segue.verify.segue_side import Served, serve
 from segue.verify.subject import Subject, read_subject

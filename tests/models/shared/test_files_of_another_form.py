@@ -22,7 +22,7 @@ from segue.models.shared.decoder.generation import generation_of
 from segue.models.shared.text.chat_template import read_chat_template
 from segue.models.shared.text.tokenizer import load_tokenizer
 from segue.models.text.causal_lm import tiny
-from segue.orchestrator.omni import AsyncOmni
+from segue.orchestrator.omni.async_omni import AsyncOmni
 
 INDEX = "model.safetensors.index.json"
 NO_OBJECTS = ["[]", "5", "null", '"x"']

@@ -15,7 +15,7 @@ from segue.messages.deltas import AudioDelta, EncodedDelta, Finished, TextDelta
 from segue.messages.errors import InvalidRequest
 from segue.messages.formats import AUDIO_FORMATS, Format
 from segue.messages.request import Request
-from segue.orchestrator.omni import AsyncOmni
+from segue.orchestrator.omni.async_omni import AsyncOmni
 
 pytestmark = pytest.mark.usefixtures("toy_path")
 

@@ -17,9 +17,9 @@ from segue.messages.errors import StageFailed
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK
 from segue.messages.wire import Emission
-from segue.orchestrator.client_queue import ClientQueue
-from segue.orchestrator.outputs import Collector
-from segue.orchestrator.request_state import RequestState
+from segue.orchestrator.omni.outputs import Collector
+from segue.orchestrator.requests.client_queue import ClientQueue
+from segue.orchestrator.requests.request_state import RequestState
 from segue.worker import deltas
 
 

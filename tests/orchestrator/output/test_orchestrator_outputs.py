@@ -13,8 +13,8 @@ from toy_system import Gate, System, collect, kill, pid_of
 from segue.messages.deltas import ChoiceEnded, Delta, Finished, TextDelta
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.messages.sampling import SamplingParams
-from segue.orchestrator.omni import AsyncOmni
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.async_omni import AsyncOmni
+from segue.orchestrator.omni.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("toy_path")
 

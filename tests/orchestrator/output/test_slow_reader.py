@@ -9,8 +9,8 @@ from toy_system import System, assert_right, both, kill, pid_of
 
 from segue.messages.deltas import AudioDelta, Delta, EncodedDelta, TextDelta
 from segue.messages.formats import Format
-from segue.orchestrator.client_queue import ClientQueue
-from segue.orchestrator.outputs import Collector
+from segue.orchestrator.omni.outputs import Collector
+from segue.orchestrator.requests.client_queue import ClientQueue
 
 pytestmark = pytest.mark.usefixtures("toy_path")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 from segue.messages.deltas import ProgressDelta
-from segue.orchestrator.progress import StepBar
+from segue.orchestrator.omni.progress import StepBar
 
 
 class Terminal(io.StringIO):

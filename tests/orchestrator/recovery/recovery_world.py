@@ -38,8 +38,8 @@ from segue.messages.wire import (
     decode_for_worker,
     encode,
 )
-from segue.orchestrator.client_queue import ClientQueue
 from segue.orchestrator.orchestrator import Orchestrator
+from segue.orchestrator.requests.client_queue import ClientQueue
 from segue.orchestrator.workers.placement import Host, Placement
 from segue.orchestrator.workers.supervisor import Supervisor
 from segue.worker.build import Built

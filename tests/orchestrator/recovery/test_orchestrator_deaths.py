@@ -14,8 +14,8 @@ from segue.messages.errors import (
     StageLost,
 )
 from segue.messages.sampling import SamplingParams
-from segue.orchestrator.omni import AsyncOmni
-from segue.orchestrator.request_state import RequestState
+from segue.orchestrator.omni.async_omni import AsyncOmni
+from segue.orchestrator.requests.request_state import RequestState
 
 pytestmark = pytest.mark.usefixtures("toy_path")
 

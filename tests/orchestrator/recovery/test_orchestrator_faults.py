@@ -14,7 +14,7 @@ import pytest
 from toy_system import Gate, assert_right, both, collect, kill, pid_of
 
 from segue.messages.errors import ShuttingDown, StageLost
-from segue.orchestrator.omni import AsyncOmni
+from segue.orchestrator.omni.async_omni import AsyncOmni
 
 pytestmark = pytest.mark.usefixtures("toy_path")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue.orchestrator.request_state import StageState, settled, stages_to_rerun
+from segue.orchestrator.requests.request_state import StageState, settled, stages_to_rerun
 
 
 def chain(**done: bool) -> dict[str, StageState]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from segue.messages.stats import WorkerStats
-from segue.orchestrator.omni import AsyncOmni
+from segue.orchestrator.omni.async_omni import AsyncOmni
 
 
 class AsyncOmniDriver:

@@ -22,9 +22,9 @@ from segue.messages.wire import StageFacts
 from segue.models.model_graph import Models
 from segue.models.shared.diffusion.sizes import Sizes
 from segue.orchestrator.joined.relay import relayed
-from segue.orchestrator.kept import check_kept
-from segue.orchestrator.open_request import OpenRequest
 from segue.orchestrator.orchestrator import Orchestrator
+from segue.orchestrator.requests.kept import check_kept
+from segue.orchestrator.requests.open_request import OpenRequest
 from segue.orchestrator.served import ServedModel, check_names
 from segue.orchestrator.service import ModelCard
 

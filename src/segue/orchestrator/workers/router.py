@@ -9,7 +9,7 @@ from itertools import count
 from segue.graph.deployment.deployment import Plan
 from segue.graph.parts import only_reads, stage_of
 from segue.messages.wire import Stats
-from segue.orchestrator.request_state import RequestState
+from segue.orchestrator.requests.request_state import RequestState
 from segue.orchestrator.workers.affinity import Sessions, prefix_of
 from segue.orchestrator.workers.links import Links
 from segue.orchestrator.workers.replicas import Replica, Replicas

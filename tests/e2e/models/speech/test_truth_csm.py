@@ -20,7 +20,7 @@ from segue.messages.sampling import SamplingParams
 from segue.models.shared.reference import Library
 from segue.models.speech.csm.reference import Reference, load
 from segue.models.speech.csm.tiny import presets as tiny
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.outputs import RequestOutput
 
 ROWS = 110
 WITHIN = 1e-4

@@ -20,7 +20,7 @@ from segue.messages.sampling import SamplingParams
 from segue.models.speech.higgs_audio_v2.input import InputProcessor
 from segue.models.speech.higgs_audio_v2.library import HiggsAudioV2ForConditionalGeneration
 from segue.models.speech.higgs_audio_v2.loading import load_codec, load_codec_config, load_config
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.outputs import RequestOutput
 
 ROWS, GROUPS, HOP = 90, 8, 960
 WITHIN = 1e-4

@@ -18,7 +18,7 @@ from segue.messages.errors import InvalidRequest, NotFound
 from segue.messages.sampling import SamplingParams
 from segue.models.speech.pocket_tts.reference import Reference
 from segue.models.speech.pocket_tts.tiny import presets as tiny
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.outputs import RequestOutput
 
 WITHIN = 1e-4
 SEED = 7

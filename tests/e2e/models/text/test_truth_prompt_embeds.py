@@ -17,7 +17,7 @@ from segue.messages.errors import InvalidRequest
 from segue.messages.sampling import RepetitionDetection, SamplingParams
 from segue.models.shared.library import AutoModelForCausalLM, AutoTokenizer
 from segue.models.text.causal_lm import tiny
-from segue.orchestrator.omni import AsyncOmni
+from segue.orchestrator.omni.async_omni import AsyncOmni
 from segue.server.app import create_app
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, repetition_penalty=1.0)

@@ -14,7 +14,7 @@ from segue.messages.deltas import Delta, TextDelta
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
 from segue.models.text.causal_lm import tiny
-from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.omni.outputs import RequestOutput
 
 TOKENS = 40
 PROMPTS = [[index * 7919 % 640 for index in range(first, first + length)] for first, length in ((3, 20), (50, 70))]

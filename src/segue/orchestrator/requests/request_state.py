@@ -36,7 +36,7 @@ from segue.messages.deltas import (
 from segue.messages.request import ArrayInfo, MediaPart, Piece, Request
 from segue.messages.units import TurnEnd, Unit, ids_of
 from segue.messages.wire import Emission, OutputEnd, StageDone
-from segue.orchestrator.client_queue import ClientQueue
+from segue.orchestrator.requests.client_queue import ClientQueue
 
 
 @dataclass(slots=True)

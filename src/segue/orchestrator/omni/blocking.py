@@ -16,9 +16,9 @@ from tqdm import tqdm
 from segue.messages.errors import SegueError, ShuttingDown
 from segue.messages.request import Request
 from segue.models.model_graph import ModelGraph
-from segue.orchestrator.omni import AsyncOmni, Prompt, Sampling
-from segue.orchestrator.outputs import RequestOutput
-from segue.orchestrator.progress import StartBars
+from segue.orchestrator.omni.async_omni import AsyncOmni, Prompt, Sampling
+from segue.orchestrator.omni.outputs import RequestOutput
+from segue.orchestrator.omni.progress import StartBars
 from segue.orchestrator.service import Health, ModelCard
 
 SETTLE_SECONDS = 10.0

@@ -1,5 +1,4 @@
-"""`AsyncOmni`: run a model, split into stages, from async Python. `segue.orchestrator.blocking` has the blocking form
-for scripts."""
+"""`AsyncOmni`: run a model, split into stages, from async Python. `blocking` has the blocking form for scripts."""
 
 from __future__ import annotations
 
@@ -30,10 +29,10 @@ from segue.messages.sampling import SamplingParams, sampling_from
 from segue.models.model_graph import ModelGraph, read_models
 from segue.models.shared.diffusion.sizes import Sizes
 from segue.observe.stats import render_gauges, render_worker_stats
-from segue.orchestrator.open_request import OpenRequest
+from segue.orchestrator.omni.outputs import Collector, RequestOutput
+from segue.orchestrator.omni.progress import StepBar
 from segue.orchestrator.orchestrator import Orchestrator
-from segue.orchestrator.outputs import Collector, RequestOutput
-from segue.orchestrator.progress import StepBar
+from segue.orchestrator.requests.open_request import OpenRequest
 from segue.orchestrator.served import Served
 from segue.orchestrator.service import Health, MovedWorker
 from segue.orchestrator.serving import check_models, preload_of, served, sources_of

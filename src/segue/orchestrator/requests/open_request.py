@@ -29,7 +29,7 @@ from segue.messages.errors import InvalidRequest, TooLarge, wrong
 from segue.messages.limits import RequestLimits, check_carried
 from segue.messages.request import Piece, Request
 from segue.messages.tensors import TensorSpec, check_tensors
-from segue.orchestrator.request_state import RequestState
+from segue.orchestrator.requests.request_state import RequestState
 from segue.orchestrator.service import ModelCard
 
 TOKEN_BYTES = 4

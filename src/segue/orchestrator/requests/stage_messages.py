@@ -9,7 +9,7 @@ import msgspec
 from segue.graph.parts import stage_of, visit_name
 from segue.messages.request import Piece
 from segue.messages.wire import Append, Begin, Close, Moved, Peer, Resend, Return, Throttle, ToWorker
-from segue.orchestrator.request_state import RequestState
+from segue.orchestrator.requests.request_state import RequestState
 
 Addressed = tuple[str, ToWorker]
 """(address of the worker, message)"""

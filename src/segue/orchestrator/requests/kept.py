@@ -18,7 +18,7 @@ import msgspec
 from segue.graph.deployment.deployment import Limits
 from segue.messages.errors import InvalidRequest, NotFound, shown, wrong
 from segue.messages.request import Earlier, Part, Request, TextPart
-from segue.orchestrator.request_state import RequestState
+from segue.orchestrator.requests.request_state import RequestState
 from segue.orchestrator.service import ModelCard
 
 Key = tuple[str, str]
