@@ -104,7 +104,10 @@ class PrefixMemory:
 
     def held(self, chain: Sequence[bytes]) -> int:
         """Return how many leading blocks of a chain the worker was sent."""
-        return next((at for at, key in enumerate(chain) if key not in self._known), len(chain))
+        for at, key in enumerate(chain):
+            if key not in self._known:
+                return at
+        return len(chain)
 
     def remember(self, chain: Sequence[bytes]) -> None:
         """Record that the worker was sent a chain. The last blocks are forgotten before the first."""

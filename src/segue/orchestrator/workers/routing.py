@@ -119,7 +119,7 @@ def pick(routing: Iterable[str], slack: int, workers: Sequence[Candidate]) -> Ca
     loads = [load(one) for one in workers]
     most = min(loads) + slack
     near = [one for one, found in zip(workers, loads, strict=True) if found <= most]
-    for score in (*(SCORES[name] for name in routing), load, _chosen):
+    for score in (*(SCORES[name] for name in dict.fromkeys((*routing, "load"))), _chosen):
         values = [score(one) for one in near]
         best = min(values)
         near = [one for one, value in zip(near, values, strict=True) if value == best]
