@@ -72,7 +72,10 @@ class Messages:
 
     def receive(self, kind: Callable[[bytes], MessageT]) -> MessageT | None:
         """Return the next message, decoded by `kind`; None at the end."""
-        head = self._stream.read(LENGTH.size)
+        try:
+            head = self._stream.read(LENGTH.size)
+        except ConnectionResetError:
+            return None
         if len(head) < LENGTH.size:
             return None
         return kind(self._stream.read(LENGTH.unpack(head)[0]))

@@ -5,7 +5,7 @@ Every round runs each way once, in rotating order, so that noise affects all:
     memcpy          one warm copy between two buffers
     bare socket     sendall and recv_into, over the same network
     shm             put + message + fetch, to a process on this host
-    tcp, mooncake   the same, to a process on the other host; `tcp, bfloat16` with float32 tensors sent as bfloat16
+    tcp, …          the same, to a process on the other host; `tcp, bfloat16` with float32 tensors sent as bfloat16
 
 A hop ends when the consumer has the tensor. Messages go over a TCP connection of their own. All processes are on one
 machine, so CLOCK_MONOTONIC is one clock.
@@ -18,7 +18,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -45,12 +45,14 @@ from segue.connectors.base import Connector
 from segue.messages.errors import ConfigError, StageFailed
 
 WARM_UP = 5
+FURTHER = ("mooncake_engine", "nixl")
+"""Connectors between hosts that need packages of their own."""
 _PATIENCE = 60.0
 """Seconds for the start of a consumer."""
 _DISTINCT = 128
 """Whole numbers of so many values are the same in bfloat16."""
 _POOL = 64 << 20
-_ENDED = "the consumer of the hops ended by itself; its log has the reason"
+_ENDED = "the consumer of the hops ended by itself; near.log or far.log of this run has the reason"
 
 
 class Link:
@@ -141,11 +143,10 @@ def usable(network: Network) -> list[str]:
     """Return the connectors that can be measured here."""
     found = ["shm", "tcp"]
     if network.apart:  # Mooncake listens on every interface: only where nobody else reaches it
-        try:
-            connector("mooncake_engine", "", network.near.address).close()
-        except ConfigError:
-            return found  # it is not installed
-        found.append("mooncake_engine")
+        for kind in FURTHER:
+            with suppress(ConfigError):  # it is not installed
+                connector(kind, "", network.near.address).close()
+                found.append(kind)
     return found
 
 
