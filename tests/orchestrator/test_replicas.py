@@ -36,7 +36,8 @@ def test_a_name_finds_its_worker(steps: list[tuple[str, int]]) -> None:
             replica.buried = True
         elif replica.group in GROUPS and len(found.of_group(replica.group)) > 1:
             found.remove(replica)
-            found.add(GROUPS[replica.group == GROUPS[0]])
+            other = GROUPS[replica.group == GROUPS[0]]
+            found.add(other, found.free_index(other))
         names.update(one.worker for one in found.all)
         for name in names:
             bearers = [one for one in found.all if one.worker == name and not one.buried]
