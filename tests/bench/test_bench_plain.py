@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from segue.bench import figures
@@ -14,7 +15,19 @@ from segue.bench.harness.results import read_values, result_of, write_result
 from segue.bench.harness.stats import Ratio, Summary
 from segue.bench.main import main
 from segue.bench.plain import bagel, mimo_audio
-from segue.bench.plain.comparison import ALL, LOOP, SEGUE, Outcome, PlainRequest, PlainResult, Row, Workload, same
+from segue.bench.plain.comparison import (
+    ALL,
+    LOOP,
+    SEGUE,
+    Image,
+    Made,
+    Outcome,
+    PlainRequest,
+    PlainResult,
+    Row,
+    Workload,
+    same,
+)
 from segue.messages.errors import ConfigError
 
 MOST_LINES = 200
@@ -24,7 +37,9 @@ WORKLOADS = (mimo_audio.WORKLOAD, bagel.WORKLOAD)
 @pytest.mark.nightly
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
 def test_both_sides_make_the_same(tmp_path: Path, workload: Workload) -> None:
-    asked = ["--concurrency", "1,2", "--requests", "3", "--rounds", "1", "--tokens", "16", "--size", "tiny"]
+    asked = ["--concurrency", "1,2", "--requests", "4", "--rounds", "1", "--tokens", "16", "--size", "tiny"]
+    draws = workload.denoiser != ""
+    asked += ["--side", "64", "--steps", "4"] if draws else []
     assert main([workload.name, "--out", str(tmp_path), "--cache", str(tmp_path), *asked]) == 0
     file = tmp_path / f"{workload.name}.json"
     result = result_of(read_values(file), PlainResult, file)
@@ -34,9 +49,24 @@ def test_both_sides_make_the_same(tmp_path: Path, workload: Workload) -> None:
     ]
     assert all(row.equal == 1 for row in result.rows)
     assert all(0 < row.first_output.p50 <= row.jct.p50 for row in result.rows)
+    assert (result.ceiling > 0) == draws
+    assert {row.kind for row in result.rows if row.denoising} == {
+        kind for kind, ask in workload.kinds.items() if "image" in ask(0)["modalities"]
+    }
     assert {row.kind for row in result.rows if row.rtf is not None} == {
         kind for kind, ask in workload.kinds.items() if "audio" in ask(0)["modalities"]
     }
+
+
+@pytest.mark.nightly
+def test_images_alone_are_compared_with_the_ceiling(tmp_path: Path) -> None:
+    asked = ["--concurrency", "2", "--requests", "4", "--rounds", "1", "--size", "tiny", "--side", "48", "--steps", "3"]
+    out = ["--out", str(tmp_path), "--cache", str(tmp_path)]
+    assert main(["bagel", *asked, *out, "--kinds", "text-image,image-image"]) == 0
+    result = result_of(read_values(file := tmp_path / "bagel.json"), PlainResult, file)
+    assert [row.kind for row in result.rows[::2]] == ["text → image", "image → image", ALL]
+    assert all(row.equal == 1 and row.denoising is not None and 0 < row.denoising < 1 for row in result.rows)
+    assert "48 × 48 pixels and 3 noise levels" in figures.full(file)
 
 
 def test_its_report_stands_among_the_figures(tmp_path: Path) -> None:
@@ -60,17 +90,22 @@ def test_first_sounds_stand_among_the_figures(tmp_path: Path) -> None:
 
 
 def test_what_one_side_lacks_is_noticed() -> None:
-    mine = Outcome([1, 2], 0.5, 0.1, 0.2)
-    assert same(mine, Outcome([1, 2], 0.5, 0.3, 0.3))
-    assert not same(mine, Outcome([1, 3], 0.5, 0.3, 0.3))
-    assert not same(mine, Outcome([1, 2], 0.54, 0.3, 0.3))
+    mine = Made(token_ids=[1, 2], audio_seconds=0.5, image=b"\x05\x09")
+    assert same(mine, Made(token_ids=[1, 2], audio_seconds=0.5, image=b"\x04\x0a"))
+    for other in ({"token_ids": [1, 3]}, {"audio_seconds": 0.54}, {"image": b"\x05\x0b"}, {"image": b"\x05"}):
+        assert not same(mine, msgspec.structs.replace(mine, **other))
     with pytest.raises(RuntimeError, match="request 7 has 2 tokens, not 3"):
-        mine.check(PlainRequest(7, "text → text", 0, 3))
+        Outcome(mine, 0.1, 0.2).check(PlainRequest(7, "text → text", 0, 3))
+    with pytest.raises(RuntimeError, match="request 7 has an image of 2 bytes, not of 8² pixels"):
+        Outcome(mine, 0.1, 0.2).check(PlainRequest(7, "text → image", 0, 2, Image(8, 3)))
 
 
 def test_an_unknown_size_is_refused(tmp_path: Path) -> None:
+    out = ["--cache", str(tmp_path), "--out", str(tmp_path)]
     with pytest.raises(ConfigError, match="bagel has no size 'smal'; it has tiny, small"):
-        main(["bagel", "--size", "smal", "--cache", str(tmp_path), "--out", str(tmp_path)])
+        main(["bagel", "--size", "smal", *out])
+    with pytest.raises(ConfigError, match="no kind of requests 'text-images'; did you mean 'text-image'"):
+        main(["bagel", "--kinds", "text-images", *out])
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)

@@ -51,8 +51,11 @@ def parser() -> Parser:
     add_command(commands, "own", said, own.OwnBench, own.start, own.NEEDS)
     said = "payloads, a model and the orchestrator over two hosts, against a bare socket and one host"
     add_command(commands, "hosts", said, hosts.HostsBench, hosts.start, hosts.NEEDS)
-    for workload, what in ((mimo_audio.WORKLOAD, "text and speech"), (bagel.WORKLOAD, "text and images")):
-        said = f"{what}, Segue against a plain PyTorch loop over the same networks"
-        add_command(commands, workload.name, said, plain.PlainBench, partial(plain.start, workload), ["psutil"])
+    said = "{}, Segue against a plain PyTorch loop over the same networks"
+    for workload, what, options in (
+        (mimo_audio.WORKLOAD, "text and speech", plain.PlainBench),
+        (bagel.WORKLOAD, "text and images", plain.DrawingBench),
+    ):
+        add_command(commands, workload.name, said.format(what), options, partial(plain.start, workload), ["psutil"])
     add_gpu(commands)
     return top

@@ -16,9 +16,6 @@ import msgspec
 from segue.bench.diffusion.workload import ImageRequest
 from segue.bench.harness.process import Generate, serve_batches
 
-SQUARE = 2048
-"""Rows and columns of the matmul that measures the machine's ceiling."""
-REPEATS = 5
 TRUE_CFG = "true_cfg_scale"
 
 
@@ -55,6 +52,7 @@ def load(options: Options) -> tuple[Loaded, Callable[[str], Generate[ImageReques
     """Load the pipeline; both ways of serving are the same call, in which requests of equal numbers of steps share."""
     import torch
 
+    from segue.bench.harness.device import matmul_ceiling
     from segue.kernels import ensure_torchvision
     from segue.parallel.wire import dtype_of
 
@@ -73,7 +71,7 @@ def load(options: Options) -> tuple[Loaded, Callable[[str], Generate[ImageReques
         for steps in dict.fromkeys(one.steps for one in requests):
             yield from _generate(pipeline, [one for one in requests if one.steps == steps], watch)
 
-    return Loaded(versions, flops, _ceiling(dtype)), lambda way: generate
+    return Loaded(versions, flops, matmul_ceiling(torch.device("cpu"), dtype)), lambda way: generate
 
 
 class _Watch:
@@ -152,25 +150,6 @@ def _flops(pipeline: Any, size: int) -> float:
         for hook in hooks:
             hook.remove()
     return counts[0]
-
-
-def _ceiling(dtype: Any) -> float:
-    """The best speed of a few large matmuls, with both of torch's libraries: which one is faster depends on the CPU (on
-    an EPYC of Zen 5, oneDNN takes 0.4 of the time)."""
-    import torch
-
-    a, b = torch.randn(SQUARE, SQUARE, dtype=dtype), torch.randn(SQUARE, SQUARE, dtype=dtype)
-    ways = [lambda: torch.mm(a, b)]
-    if dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        packed = torch.ops.mkldnn._reorder_linear_weight(b, SQUARE)
-        ways.append(lambda: torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], None))
-    times = []
-    for way in ways:
-        for _ in range(REPEATS):
-            began = time.perf_counter()
-            way()
-            times.append(time.perf_counter() - began)
-    return float(2 * SQUARE**3 / min(times))
 
 
 if __name__ == "__main__":

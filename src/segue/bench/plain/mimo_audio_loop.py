@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from segue.bench.plain.comparison import Options, serve
+from segue.bench.plain.comparison import Made, Options, serve
 from segue.bench.plain.mimo_audio import WORKLOAD
 from segue.engines.contract import LoadContext
 from segue.messages.request import Request
@@ -25,6 +25,8 @@ from segue.models.speech.mimo_audio.tokens import EMPTY, id_of, tokenizer_of
 
 class MimoAudio:
     """`Loop`."""
+
+    ceiling = 0.0
 
     def __init__(self, options: Options) -> None:
         torch.set_num_threads(options.threads)
@@ -39,7 +41,7 @@ class MimoAudio:
         self.empty = id_of(tokenizer_of(ctx.model_dir, self.config), EMPTY)
 
     @torch.inference_mode()
-    def __call__(self, request: Request, tokens: int) -> tuple[list[int], float]:
+    def __call__(self, request: Request, tokens: int) -> Made:
         cache, given = DynamicCache(), self._prompt(request)
         ids: list[int] = []
         patches: list[Tensor] = []
@@ -53,9 +55,9 @@ class MimoAudio:
             else:
                 given = self.net.decoder.model.embed_tokens(torch.tensor(ids[-1:], device=self.device))
         if "audio" not in request.modalities or not patches:
-            return ids, 0.0
+            return Made(token_ids=ids)
         samples = self.decoder(torch.cat(patches)[None])[0].cpu()
-        return ids, len(samples) / self.codec.sampling_rate
+        return Made(token_ids=ids, audio_seconds=len(samples) / self.codec.sampling_rate)
 
     def _prompt(self, request: Request) -> Tensor:
         """[T, H]: text, and the patches of recordings in their places."""

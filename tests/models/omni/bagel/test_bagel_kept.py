@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from bagel_stages import CPU, request_of
-from segue.models.omni.bagel.passages import END
+from segue.models.omni.bagel.prompt.passages import END
 
 from segue.engines.contract import LoadContext, Payload
 from segue.messages.diffusion import DiffusionParams

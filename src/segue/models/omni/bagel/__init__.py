@@ -8,5 +8,5 @@ diffusers' `AutoencoderKL` under other names. Written from the paper (arXiv 2505
 names, and compared with tensors of the public reference. Served: replies to texts and images, images from texts, edited
 images, images that the model first thinks about, and texts and images by turns, a walk that returns.
 
-Doors: `family`, `config`, `loading`, `prompt`, `vision`.
+Doors: `family`, `config`, `decoder`, `drawing`, `loading`, `prompt`, `vision`.
 """

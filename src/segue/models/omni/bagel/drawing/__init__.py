@@ -2,5 +2,5 @@
 from, `denoiser` the steps (`flow`) from noise (`noise`) to latents, which are rows of the decoder (`latents`); `vae`
 makes them pixels.
 
-Doors: `denoiser`, `latents`, `reading`, `settings`, `vae`.
+Doors: `denoiser`, `flow`, `latents`, `reading`, `settings`, `vae`.
 """
