@@ -7,14 +7,20 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from toy_system import Gate, System, answer, both, collect, expected_ids, kill, pid_of
 
+from segue.graph.deployment.deployment import Limits
 from segue.messages.errors import InvalidRequest, NotFound
+from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams
 from segue.orchestrator.omni.async_omni import AsyncOmni
 from segue.orchestrator.omni.outputs import RequestOutput
+from segue.orchestrator.requests.client_queue import ClientQueue
+from segue.orchestrator.requests.kept import KeptRequests, check_kept
+from segue.orchestrator.requests.request_state import RequestState
 
 pytestmark = pytest.mark.usefixtures("toy_path")
 
@@ -64,7 +70,9 @@ def test_several_go_on_from_one(system: System) -> None:
     system.run(body)
 
 
-@pytest.mark.parametrize("victims", [("counter",), ("input", "counter", "tone")])
+@pytest.mark.parametrize(
+    "victims", [pytest.param(("counter",), marks=pytest.mark.nightly), ("input", "counter", "tone")]
+)
 def test_killed_between_two_turns(system: System, victims: tuple[str, ...]) -> None:
     async def body() -> None:
         async with system.own() as omni:
@@ -96,32 +104,44 @@ def test_killed_in_a_turn(system: System, tmp_path: Path) -> None:
     system.run(body)
 
 
-def test_it_is_retained_within_limits(system: System) -> None:
-    async def body() -> None:
-        async with system.own(limits={"max_kept": 2}) as omni:
-            outputs = [await collect(omni, asked(text)) for text in ("one", "two", "three")]
-            kept = omni.orchestrator.kept
-            assert len(kept) == 2
-            with pytest.raises(NotFound, match="max_kept 2") as caught:
-                await collect(omni, asked("four", outputs[0]))
-            assert caught.value.field == "previous"
-            follower = await collect(omni, asked("four", outputs[2]))  # "two" is forgotten, "three" is in two now
-            assert 2 * 1024 < kept.nbytes < 3 * 1024  # what two conversations share counts once
-            kept.forget(("", outputs[2].request_id))
-            assert_goes_on(await collect(omni, asked("five", follower)), "three", "four", "five")
-            kept.clear()
-            assert kept.nbytes == 0
-        async with system.own(limits={"kept_seconds": 0.01}) as omni:
-            first = await collect(omni, asked("one"))
-            while len(omni.orchestrator.kept):
-                await asyncio.sleep(0)
-            with pytest.raises(NotFound, match=r"kept_seconds is 0\.01"):
-                await collect(omni, asked("two", first))
-        async with system.own(limits={"kept_bytes": 600}) as omni:
-            await collect(omni, asked("one"))
-            assert (len(omni.orchestrator.kept), omni.orchestrator.kept.nbytes) == (0, 0)
+def ended(name: str, *, after: str | None = None, tenant: str = "", kept: KeptRequests | None = None) -> RequestState:
+    """A request that has ended, with 100 units."""
+    request = Request(request_id=name, keep=name, previous=after, tenant=tenant, prompt=name)
+    if kept is not None:
+        kept.follow(request)
+    state = RequestState(request=request, walk={}, main="counter", queue=ClientQueue(1))
+    state.journal["counter"] = {0: [1] * 100}
+    return state
 
-    system.run(body)
+
+def test_it_is_retained_within_limits() -> None:
+    async def body() -> None:
+        kept = KeptRequests(Limits(max_kept=2))
+        for name in ("one", "two", "three"):
+            kept.add(ended(name))
+        with pytest.raises(NotFound, match="max_kept 2") as caught:
+            ended("more", after="one", kept=kept)
+        assert caught.value.field == "previous"
+        size = kept.nbytes
+        kept.add(ended("four", after="three", kept=kept))  # "two" is forgotten, "three" is in two conversations now
+        assert abs(kept.nbytes - size) < 10, "what two conversations share counts once"
+        kept.forget(("", "three"))
+        going_on = ended("five", after="four", kept=kept).request
+        assert [one.request.prompt for one in going_on.earlier] == ["three", "four"]
+        assert [len(one.units) for one in going_on.earlier] == [100, 100]
+        with pytest.raises(NotFound):
+            ended("six", after="four", tenant="another", kept=kept)
+        kept.clear()
+        assert (len(kept), kept.nbytes) == (0, 0)
+        small = KeptRequests(Limits(kept_bytes=1000))
+        small.add(ended("one"))
+        assert (len(small), small.nbytes) == (0, 0)
+        brief = KeptRequests(Limits(kept_seconds=0.001))
+        brief.add(ended("one"))
+        while len(brief):
+            await asyncio.sleep(0)
+
+    asyncio.run(body())
 
 
 def test_blocks_are_held_and_given_back(system: System) -> None:
@@ -131,10 +151,6 @@ def test_blocks_are_held_and_given_back(system: System) -> None:
             while not stats_of(omni).get("holds_expired_total"):
                 await collect(omni, both("another"))  # its steps find that the deadline is over
             assert (stats_of(omni)["held_blocks"], stats_of(omni)["holding"]) == (0, 0)
-        async with system.own() as omni:
-            await collect(omni, asked("one"))
-            while not stats_of(omni).get("held_blocks"):
-                await asyncio.sleep(0)
 
     system.run(body)
 
@@ -169,7 +185,7 @@ def test_what_did_not_end_is_not_kept(system: System, tmp_path: Path) -> None:
 
 def test_what_is_refused(system: System) -> None:
     async def body() -> None:
-        async with system.own() as omni:
+        async with system.shared() as omni:
             for prompt, field in (
                 ({**both("one"), "keep": "yes"}, "keep"),
                 ({**both("one"), "keep": True, "sampling": SamplingParams(n=2)}, "sampling.counter.n"),
@@ -180,10 +196,10 @@ def test_what_is_refused(system: System) -> None:
             for prompt in (asked("one"), {**both("one"), "previous": "x"}):
                 with pytest.raises(InvalidRequest, match="an open request goes on by what is appended"):
                     omni.open(omni.request(prompt))
-            omni.card.goes_on = False  # as of a family that makes one prompt of one request
+            card = msgspec.structs.replace(omni.card, goes_on=False)  # of a family that makes one prompt of one request
             for prompt, field in ((asked("one"), "keep"), ({**both("one"), "previous": "x"}, "previous")):
                 with pytest.raises(InvalidRequest, match="does not go on from earlier requests") as caught:
-                    await collect(omni, prompt)
+                    check_kept(omni.request(prompt), card)
                 assert caught.value.field == field
 
     system.run(body)
