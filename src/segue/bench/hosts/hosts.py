@@ -81,7 +81,7 @@ def _workload(bench: HostsBench) -> Workload:
     return Workload(Material.read(bench.assets), bench.seed, codes_per_token=family.codes_per_token)
 
 
-def _told(taken: OmniSlice) -> str:
+def _summary(taken: OmniSlice) -> str:
     return f"{taken.wall:.1f} s, mean JCT {mean([one.jct for one in taken.outcomes]):.2f} s"
 
 
@@ -99,7 +99,7 @@ async def _jct(bench: HostsBench, result: HostsResult, logs: Path) -> None:
             bench.say(f"{clients} clients")
             await warm_up(drivers, workload.requests(start + SPACING // 2, max(4, clients)), load, clients)
             rounds = [workload.requests(start + round_ * many, many) for round_ in range(bench.rounds)]
-            slices = by_side(await in_turn(drivers, rounds, load, clients, bench.say, _told))
+            slices = by_side(await in_turn(drivers, rounds, load, clients, bench.say, _summary))
             first = slices[drivers[0].name]
             for side, taken in slices.items():
                 pairs = [list(zip(a.outcomes, b.outcomes, strict=True)) for a, b in zip(taken, first, strict=True)]
@@ -129,13 +129,13 @@ async def _loss(bench: HostsBench, result: HostsResult, logs: Path) -> None:
             back = []
             for round_ in range(bench.rounds):
                 requests = workload.requests(start + round_ * many, many)
-                undisturbed += await in_turn([driver], [requests], load, clients, bench.say, _told)
+                undisturbed += await in_turn([driver], [requests], load, clients, bench.say, _summary)
                 driver.answered.clear()
                 phase = random.Random(f"{bench.seed}/{number}/{round_}").random()
                 usual = mean([one.jct for one in undisturbed[-1].outcomes])
                 killer = asyncio.create_task(_kill(driver, phase * usual))
                 try:
-                    lost += await in_turn([driver], [requests], load, clients, bench.say, _told)
+                    lost += await in_turn([driver], [requests], load, clients, bench.say, _summary)
                     await killer
                 finally:
                     killer.cancel()

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from bagel_stages import CPU, request_of
-from segue.models.omni.bagel.prompt.passages import END
 
 from segue.engines.contract import LoadContext, Payload
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import InvalidRequest
 from segue.messages.request import ArrayInfo, Earlier, MediaPart, Request
 from segue.models.omni.bagel.input import THINK, InputProcessor
+from segue.models.omni.bagel.prompt.passages import END
 
 SIZE = (60, 90)
 FEW = DiffusionParams(num_inference_steps=4)
