@@ -15,8 +15,8 @@ from segue.graph.deployment.deployment import Hardware
 from segue.messages.addresses import port_of, protect
 from segue.messages.errors import ConfigError
 from segue.messages.join import Join, Listen, Refused, Welcome, encode, schema_hash, to_agent, to_server, wire_version
-from segue.orchestrator.workers.agent import Agent
-from segue.orchestrator.workers.nodes import NodePlacement, curve_keys
+from segue.orchestrator.workers.nodes.agent import Agent
+from segue.orchestrator.workers.nodes.node_placement import NodePlacement, curve_keys
 from segue.orchestrator.workers.placement import LocalPlacement
 from segue.orchestrator.workers.versions import version_of_segue
 

@@ -13,7 +13,7 @@ from segue.graph.stage_graph import INPUT, StageGraph
 from segue.messages.request import Request
 from segue.orchestrator.requests.client_queue import ClientQueue
 from segue.orchestrator.requests.request_state import RequestState, StageState, stages_across
-from segue.orchestrator.workers.links import Links
+from segue.orchestrator.workers.nodes.links import Links
 from segue.orchestrator.workers.replicas import Replica, Replicas
 from segue.orchestrator.workers.router import Router, Unplaced
 

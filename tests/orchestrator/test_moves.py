@@ -16,9 +16,9 @@ from segue.graph.deployment.loader import load_plan
 from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import InvalidRequest, Overloaded, ShuttingDown, StageLost
 from segue.orchestrator.omni.async_omni import AsyncOmni
-from segue.orchestrator.workers.move_policy import Crew, decide
-from segue.orchestrator.workers.moves import Moves
 from segue.orchestrator.workers.replicas import Replicas
+from segue.orchestrator.workers.scaling.move_policy import Crew, decide
+from segue.orchestrator.workers.scaling.moves import Moves
 
 pytestmark = pytest.mark.usefixtures("toy_path")
 

@@ -18,9 +18,9 @@ from segue.bench.harness.namespaces import inside
 from segue.graph.deployment.deployment import RayNode, RayPlan
 from segue.messages.errors import ConfigError
 from segue.messages.join import Listen, Welcome
-from segue.orchestrator.workers.nodes import NodePlacement
+from segue.orchestrator.workers.nodes.node_placement import NodePlacement
+from segue.orchestrator.workers.nodes.ray_agents import RayAgents
 from segue.orchestrator.workers.placement import LocalPlacement
-from segue.orchestrator.workers.ray_agents import RayAgents
 
 HEAD, JOIN = 46379, 48900
 HERE = "10.77.0.1"
@@ -132,10 +132,10 @@ def test_agents_come_back_whatever_of_ray_is_killed(tmp_path: Path, monkeypatch:
             assert await events.next() == "away lost"
             running.append(talker(tmp_path))
             assert await events.next() == "away joined"
-            [driver] = named("segue.orchestrator.workers.ray_driver")
+            [driver] = named("segue.orchestrator.workers.nodes.ray_driver")
             driver.kill()
             assert [await events.next() for _ in range(2)] == ["away lost", "away joined"]
-        assert not named("segue.orchestrator.workers.ray_driver")
+        assert not named("segue.orchestrator.workers.nodes.ray_driver")
 
     # Ray listens on every interface
     with hosts(1) as [host], inside(host), cluster(tmp_path) as running:

@@ -23,10 +23,10 @@ from segue.messages.errors import Overloaded
 from segue.messages.stats import WorkerStats
 from segue.messages.wire import Stats
 from segue.orchestrator.omni.async_omni import AsyncOmni
-from segue.orchestrator.workers.move_policy import Crew
-from segue.orchestrator.workers.moves import Moves
 from segue.orchestrator.workers.replicas import Replica, Replicas
-from segue.orchestrator.workers.scale_policy import Grow, Shrink, is_calm, next_change
+from segue.orchestrator.workers.scaling.move_policy import Crew
+from segue.orchestrator.workers.scaling.moves import Moves
+from segue.orchestrator.workers.scaling.scale_policy import Grow, Shrink, is_calm, next_change
 
 pytestmark = pytest.mark.usefixtures("toy_path")
 

@@ -33,8 +33,8 @@ from segue.messages.join import (
     wire_version,
 )
 from segue.messages.process import Exited
-from segue.orchestrator.workers.agent import Agent
-from segue.orchestrator.workers.nodes import NodePlacement, curve_keys
+from segue.orchestrator.workers.nodes.agent import Agent
+from segue.orchestrator.workers.nodes.node_placement import NodePlacement, curve_keys
 from segue.orchestrator.workers.outgoing import Outgoing
 from segue.orchestrator.workers.placement import LocalPlacement
 from segue.orchestrator.workers.versions import version_of_segue

@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _run(host: str, port: int, token: str, name: str, address: str | None, models: dict[str, str]) -> int:
-    from segue.orchestrator.workers.agent import Agent
+    from segue.orchestrator.workers.nodes.agent import Agent
 
     agent = asyncio.ensure_future(Agent(host, port, token, name, address=address, models=models).run())
     loop = asyncio.get_running_loop()

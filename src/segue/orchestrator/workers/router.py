@@ -11,7 +11,7 @@ from segue.graph.parts import only_reads, stage_of
 from segue.messages.wire import Stats
 from segue.orchestrator.requests.request_state import RequestState
 from segue.orchestrator.workers.affinity import Sessions, prefix_of
-from segue.orchestrator.workers.links import Links
+from segue.orchestrator.workers.nodes.links import Links
 from segue.orchestrator.workers.replicas import Replica, Replicas
 from segue.orchestrator.workers.routing import Asked, Candidate, choose, slack_of
 

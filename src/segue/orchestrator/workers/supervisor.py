@@ -42,12 +42,12 @@ from segue.messages.wire import (
 )
 from segue.orchestrator.workers.hangs import HangWatch
 from segue.orchestrator.workers.lora_adapters import Adapters
-from segue.orchestrator.workers.moves import Moves
-from segue.orchestrator.workers.nodes import NodePlacement
+from segue.orchestrator.workers.nodes.node_placement import NodePlacement
+from segue.orchestrator.workers.nodes.ray_agents import RayAgents
 from segue.orchestrator.workers.outgoing import Outgoing
 from segue.orchestrator.workers.placement import LocalPlacement, Placement
-from segue.orchestrator.workers.ray_agents import RayAgents
 from segue.orchestrator.workers.replicas import Replica, Replicas
+from segue.orchestrator.workers.scaling.moves import Moves
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The process that keeps agents in a Ray cluster: `python -m segue.orchestrator.workers.ray_driver`.
+"""The process that keeps agents in a Ray cluster: `python -m segue.orchestrator.workers.nodes.ray_driver`.
 
 It reads what `RayAgents` writes, lines of JSON: first its order, then, whenever they change, the nodes that are needed
 for now. It reserves a host for each node, has an actor there run its agent, and ends when its input ends, or Ray does.
@@ -20,7 +20,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from segue.observe.logging import configure_logging
-from segue.orchestrator.workers.agent import Agent
+from segue.orchestrator.workers.nodes.agent import Agent
 
 log = logging.getLogger(__name__)
 

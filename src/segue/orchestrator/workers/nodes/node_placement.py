@@ -43,8 +43,8 @@ from segue.messages.join import (
     wire_version,
 )
 from segue.messages.process import Exited, Kill, Spawn, Spawned, WorkerSpec
+from segue.orchestrator.workers.nodes.ray_agents import RayAgents
 from segue.orchestrator.workers.placement import Host, LocalPlacement
-from segue.orchestrator.workers.ray_agents import RayAgents
 from segue.orchestrator.workers.versions import OTHER_MESSAGES, version_of_segue
 
 log = logging.getLogger(__name__)

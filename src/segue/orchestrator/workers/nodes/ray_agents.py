@@ -81,7 +81,7 @@ class RayAgents:
         while True:
             log.info("asking Ray for hosts: %s", ", ".join(self._always))
             driver = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "segue.orchestrator.workers.ray_driver"),
+                *(sys.executable, "-m", "segue.orchestrator.workers.nodes.ray_driver"),
                 stdin=asyncio.subprocess.PIPE,
                 env=self._environment,
             )

@@ -13,9 +13,9 @@ from segue.graph.deployment.stage_plan import CPU, Scaling
 from segue.graph.parts import is_built_in
 from segue.messages.addresses import SERVER
 from segue.messages.wire import Stats
-from segue.orchestrator.workers.move_policy import Crew
 from segue.orchestrator.workers.replicas import Replica, Replicas
-from segue.orchestrator.workers.scale_policy import is_calm
+from segue.orchestrator.workers.scaling.move_policy import Crew
+from segue.orchestrator.workers.scaling.scale_policy import is_calm
 
 Group = tuple[str, ...]
 

@@ -24,10 +24,10 @@ from segue.graph.parts import is_built_in
 from segue.messages.errors import InvalidRequest, Overloaded, SegueError, ShuttingDown, StageLost, nearest, wrong
 from segue.messages.wire import Shutdown, Stats, ToWorker
 from segue.orchestrator.service import MovedWorker
-from segue.orchestrator.workers.crews import Crews, Group, Nodes
-from segue.orchestrator.workers.move_policy import decide
 from segue.orchestrator.workers.replicas import Replica, Replicas
-from segue.orchestrator.workers.scale_policy import Grow, Shrink, next_change
+from segue.orchestrator.workers.scaling.crews import Crews, Group, Nodes
+from segue.orchestrator.workers.scaling.move_policy import decide
+from segue.orchestrator.workers.scaling.scale_policy import Grow, Shrink, next_change
 
 log = logging.getLogger(__name__)
 

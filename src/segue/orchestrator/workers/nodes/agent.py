@@ -40,7 +40,7 @@ from segue.messages.join import (
     wire_version,
 )
 from segue.messages.process import Exited, Spawn, Spawned
-from segue.orchestrator.workers.nodes import curve_keys
+from segue.orchestrator.workers.nodes.node_placement import curve_keys
 from segue.orchestrator.workers.placement import LocalPlacement
 from segue.orchestrator.workers.versions import OTHER_MESSAGES, version_of_segue
 

@@ -1,0 +1,5 @@
+"""Workers on several hosts: `node_placement` is the server's side, `agent` that of a host that has joined, and `links`
+says which nodes reach each other. `ray_agents` has Ray start the agents, by `ray_driver`.
+
+Doors: `agent`, `links`, `node_placement`, `ray_agents`.
+"""
