@@ -19,6 +19,7 @@ from test_connector_stateful import Against
 
 from segue.connectors.base import Coming, Connector, Gone
 from segue.connectors.create import create
+from segue.graph.deployment.deployment import REACH
 from segue.messages.errors import ConfigError
 
 MIB = 1 << 20
@@ -83,3 +84,9 @@ def fate(connector: Connector, metadata: dict[str, Any]) -> Any:
 def test_a_device_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"device_name has 'nowhere0', but this machine's network devices are .*lo"):
         create("nixl", "", {"device_name": "nowhere0"})
+
+
+def test_it_reaches_what_plans_expect() -> None:
+    connector = create("nixl", "", {"max_bytes": MIB})
+    assert connector.reach == REACH["nixl"]
+    connector.close()
