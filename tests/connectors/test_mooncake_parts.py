@@ -58,7 +58,7 @@ class Edge:
     def __init__(self, max_bytes: int = 64 * KIB) -> None:
         self.engine = Engine()
         memory = Memory(self.engine, "register_memory", "unregister_memory")
-        self.slots = Slots(memory, partial(InMemory, "here:1"), max_bytes)
+        self.slots = Slots(memory, partial(InMemory, session="here:1"), max_bytes)
         self._memory = memory
         self.buffers = Buffers(memory.add, memory.drop)
 

@@ -1,4 +1,4 @@
-"""Requests that go on from earlier ones: what comes out, whoever dies between them, and what is retained."""
+"""Requests that go on from earlier ones: equal outputs, also after deaths between them, and what is retained."""
 
 from __future__ import annotations
 

@@ -11,14 +11,14 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
-
-import msgspec
+from typing import Any
 
 from segue.connectors.fetching import Buffers, Consumer, SourceLost
 from segue.connectors.remote import MAX_BYTES, THRESHOLD_BYTES, RemoteConnector, check_sizes
-from segue.connectors.slots import POOL_BYTES, Slots, SlotSource, address_of
+from segue.connectors.slots import SlotPlace, Slots, SlotSource, address_of
 from segue.messages.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _BACKEND = "UCX"
 _HOST_MEMORY = "DRAM"
@@ -30,15 +30,11 @@ _AT_ONCE, _NAP = 200, 1e-4
 that waits."""
 
 
-class OverNixl(msgspec.Struct, frozen=True, tag_field="kind", tag="nixl"):
+class OverNixl(SlotPlace, frozen=True, tag_field="kind", tag="nixl"):
     """Where a payload is to be read."""
 
     agent: bytes
     """What the producer's agent says of itself and its memory, some hundred bytes."""
-    address: Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
-    pool: Annotated[bytes, msgspec.Meta(min_length=POOL_BYTES, max_length=POOL_BYTES)]
-    number: Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
-    size: Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
 
 
 class NixlConnector(RemoteConnector):
@@ -61,7 +57,7 @@ class NixlConnector(RemoteConnector):
     ) -> None:
         check_sizes(inline_threshold_bytes, max_bytes)
         agent = Agent(device_name)
-        slots = Slots(agent, lambda *where: OverNixl(metadata, *where), max_bytes)
+        slots = Slots(agent, lambda at, pool, number, size: OverNixl(at, pool, number, size, metadata), max_bytes)
         metadata = agent.metadata()  # the slots' memory is in it
         super().__init__(
             "NIXL",
@@ -106,8 +102,13 @@ class Agent:
             raise OSError(f"NIXL cannot register {len(buffer)} bytes of memory: {error}") from error
 
     def drop(self, buffer: mmap.mmap) -> None:
-        _, registered = self._registered.pop(address_of(buffer))
-        self.client.deregister_memory(registered)
+        at = address_of(buffer)
+        try:
+            self.client.deregister_memory(self._registered[at][1])
+        except Exception:  # the memory stays: others might still write to it
+            log.exception("NIXL does not let go of %d bytes of memory", len(buffer))
+            return
+        del self._registered[at]
 
     def metadata(self) -> bytes:
         """Return what another agent needs to read the memory that is registered now."""
@@ -120,8 +121,8 @@ class Agent:
         client = self.client
         if client is None:
             raise SourceLost("the connector is closed")
-        ends = [client.get_xfer_descs([(at, size, 0)], _HOST_MEMORY) for at in (here, there)]
         try:
+            ends = [client.get_xfer_descs([(at, size, 0)], _HOST_MEMORY) for at in (here, there)]
             transfer = client.initialize_xfer(way, *ends, peer, backends=[_BACKEND])
             try:
                 state = client.transfer(transfer)
@@ -135,7 +136,7 @@ class Agent:
         except Exception as error:
             raise SourceLost(f"NIXL moved nothing: {type(error).__name__}: {error}") from error
         if state != "DONE":
-            raise SourceLost(f"NIXL moved nothing: after {_PATIENCE:g} s, its state is {state}")
+            raise SourceLost(f"NIXL moved nothing: the transfer's state is {state}, {_PATIENCE:g} s at most were given")
 
     def close(self, idle: bool) -> None:
         """End the agent; if a thread is in one of its calls (not `idle`), it ends, with the memory, after that."""

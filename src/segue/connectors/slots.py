@@ -20,12 +20,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Annotated, Generic, Protocol, TypeVar
 
 import msgspec
 
 from segue.connectors.base import Gone
-from segue.connectors.fetching import Buffers, Place, SourceLost, Taken
+from segue.connectors.fetching import Buffers, SourceLost, Taken
 from segue.connectors.intervals import Intervals
 from segue.connectors.payload import Encoded, read_from
 
@@ -34,13 +34,22 @@ IDLE_SECONDS = 60.0
 _HEADER = 64
 """Bytes before a payload; also the unit of allocation, so that payloads are aligned."""
 _WORD = 8
-POOL_BYTES = _WORD
 _LOOKS = 16
 """Slots that are checked before each new one, so that memory is used again while it is warm in the cache."""
 
 
-Place_ = TypeVar("Place_", bound=msgspec.Struct)
-"""What travels as metadata."""
+class SlotPlace(msgspec.Struct, frozen=True):
+    """Where a payload lies; a library adds how its producer is reached."""
+
+    address: Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
+    """Of its slot, in its producer's process."""
+    pool: Annotated[bytes, msgspec.Meta(min_length=_WORD, max_length=_WORD)]
+    number: Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
+    size: Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
+    """Bytes, without the slot's header."""
+
+
+Place = TypeVar("Place", bound=SlotPlace)
 
 
 class Registered(Protocol):
@@ -50,18 +59,6 @@ class Registered(Protocol):
         """Raises `OSError`."""
 
     def drop(self, buffer: mmap.mmap) -> None: ...
-
-
-class SlotPlace(Place, Protocol):
-    """Where a payload lies."""
-
-    @property
-    def address(self) -> int:
-        """Of its slot, in its producer's process."""
-
-    @property
-    def size(self) -> int:
-        """Bytes, without the slot's header."""
 
 
 class Reader(Protocol):
@@ -96,11 +93,11 @@ class _Slot:
     request_id: str
 
 
-class Slots(Generic[Place_]):
+class Slots(Generic[Place]):
     """The payloads that one worker offers, in memory that others read. Thread-safe."""
 
-    def __init__(self, memory: Registered, place: Callable[[int, bytes, int, int], Place_], max_bytes: int) -> None:
-        """`place` makes what travels as metadata, of (address, pool, number, size)."""
+    def __init__(self, memory: Registered, place: Callable[[int, bytes, int, int], Place], max_bytes: int) -> None:
+        """`place` makes what travels as metadata, of the fields of `SlotPlace`, in order."""
         whole = -(-(max_bytes + 2 * _HEADER) // mmap.PAGESIZE) * mmap.PAGESIZE
         self.pool_id = os.urandom(_WORD)
         self._memory = memory
@@ -115,7 +112,7 @@ class Slots(Generic[Place_]):
         self._requests: dict[str, set[int]] = {}
         self._last = 0
 
-    def offer(self, request_id: str, encoded: Encoded) -> Place_ | None:
+    def offer(self, request_id: str, encoded: Encoded) -> Place | None:
         """Copy a payload to where others read it; return its place, or None if there is no space now."""
         units = 1 - (-encoded.size // _HEADER)
         with self._lock:

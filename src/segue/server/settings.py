@@ -68,4 +68,4 @@ class ServerSettings:
     """A streaming client that reads nothing for this long counts as disconnected. Also the longest silence in a text
     that is said while it arrives, and of a websocket that waits for the client."""
     drain_seconds: float = 30.0
-    """How long running requests may continue after the server has to stop."""
+    """How long running requests may continue after the server was asked to stop."""

@@ -4,26 +4,20 @@ from there (`slots`)."""
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any
-
-import msgspec
+from typing import Any
 
 from segue.connectors.fetching import Buffers, Consumer, SourceLost
 from segue.connectors.mooncake.library import Memory, check_protocol, load
 from segue.connectors.remote import MAX_BYTES, THRESHOLD_BYTES, RemoteConnector, check_sizes
-from segue.connectors.slots import POOL_BYTES, Slots, SlotSource
+from segue.connectors.slots import SlotPlace, Slots, SlotSource
 from segue.messages.errors import ConfigError
 
 
-class InMemory(msgspec.Struct, frozen=True, tag_field="kind", tag="mooncake_engine"):
+class InMemory(SlotPlace, frozen=True, tag_field="kind", tag="mooncake_engine"):
     """Where a payload is to be read."""
 
     session: str
     """`HOST:PORT` of the producer's engine."""
-    address: Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
-    pool: Annotated[bytes, msgspec.Meta(min_length=POOL_BYTES, max_length=POOL_BYTES)]
-    number: Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
-    size: Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
 
 
 class MooncakeEngineConnector(RemoteConnector):
@@ -59,7 +53,7 @@ class MooncakeEngineConnector(RemoteConnector):
         super().__init__(
             "Mooncake",
             InMemory,
-            Slots(memory, partial(InMemory, f"{host}:{engine.get_rpc_port()}"), max_bytes),
+            Slots(memory, partial(InMemory, session=f"{host}:{engine.get_rpc_port()}"), max_bytes),
             Consumer(lambda place: SlotSource(Peer(place.session, memory)), Buffers(memory.add, memory.drop)),
             inline_threshold_bytes=inline_threshold_bytes,
             max_bytes=max_bytes,

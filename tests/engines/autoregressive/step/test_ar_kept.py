@@ -140,7 +140,7 @@ CALLS = st.lists(
 
 @settings(max_examples=12, deadline=None)
 @given(CALLS, st.booleans())
-def test_whoever_goes_on_from_whom(calls: list[tuple[str, int]], ahead: bool) -> None:
+def test_random_successors_of_kept_requests(calls: list[tuple[str, int]], ahead: bool) -> None:
     """In a cache that is too small for all; the books are audited after each step."""
     drive = driver(num_blocks=16, ahead=ahead)
     asked: dict[str, list[int]] = {}
