@@ -272,6 +272,31 @@ class Draws:
         self.finite = finite if self.finite is None else self.finite & finite
         return codes
 
+    def codes(
+        self,
+        groups: Sequence[int],
+        logits: torch.Tensor,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+    ) -> torch.Tensor:
+        """[n, k, vocab] → [n, k] long: as `code`, of k groups at once that do not depend on each other."""
+        count, k, vocab = logits.shape
+        numbers = torch.stack([self.numbers[:, group - 1] for group in groups], dim=1)
+        greedy = self.greedy[:, None].expand(count, k)
+        codes, finite = draw_codes(
+            logits.reshape(-1, vocab),
+            numbers.reshape(-1),
+            greedy.reshape(-1),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+        )
+        finite = finite.reshape(count, k).all(dim=-1)
+        self.finite = finite if self.finite is None else self.finite & finite
+        return codes.reshape(count, k)
+
     def noise(self) -> torch.Tensor:
         """[n, groups - 1] float64, for rows of numbers: Gaussian, of the request's temperature as its variance; zero if
         it is greedy."""
@@ -336,6 +361,18 @@ class DrawsByHead(Protocol):
     """The number of rows before its own that a row depends on (`Draws.recent`)."""
     draws_per_row: int
     """Random numbers that `advance` uses per row: the width of `Draws.numbers`."""
+
+
+@runtime_checkable
+class SpeaksAtTimes(Protocol):
+    """A stage model that yields rows of codes, of which many have no codes besides code 0: text beside speech."""
+
+    silent: torch.Tensor
+    """[groups - 1] long: the codes of a row that has none."""
+
+    def speaks(self, ids: torch.Tensor) -> torch.Tensor:
+        """[n] codes 0 → [n] bool: which rows have codes. `advance` is called for these only; for all, where its calls
+        are replayed on a GPU, since a choice would wait for the device."""
 
 
 @runtime_checkable

@@ -9,8 +9,12 @@ import torch
 from mimo_audio_family import EMPTY, GREEDY_CODES, MOST, Case, Replies, Reply, cases, context, stage_request
 from mimo_audio_plain import Plain
 
+from segue.engines.autoregressive.sample.penalties import RowRules
+from segue.engines.autoregressive.sample.sampler import RowSampler
+from segue.engines.autoregressive.step.advance import Advance
 from segue.messages.errors import ConfigError
 from segue.messages.request import Request
+from segue.messages.sampling import SamplingParams
 from segue.models.speech.mimo_audio.llm import LLM
 from segue.models.speech.mimo_audio.tiny.config import IDS
 
@@ -103,15 +107,19 @@ def test_after_the_worker_was_killed(llm: LLM, done: int) -> None:
     assert again.rows == case.rows
 
 
-def test_all_patches_as_on_a_gpu(tiny_dir: Path) -> None:
-    """Patches are computed for all rows of a step, also for those of text, whose codes are dropped."""
-
-    class OnGpu(LLM):
-        def _chosen(self, ids: torch.Tensor) -> slice:
-            return slice(None)
-
-    case = cases()["understood"]
-    assert of(Replies(OnGpu(context(tiny_dir, "llm", options=GREEDY_CODES)))([case])) == {case.name: case.rows}
+def test_patches_of_all_rows_as_where_calls_are_replayed_on_a_gpu(llm: LLM) -> None:
+    """Rows of text then have patches, too, which are dropped."""
+    hidden, ids = torch.randn(5, llm.net.decoder.config.hidden_size), torch.tensor([EMPTY, 7, 8, EMPTY, EMPTY])
+    rules = RowRules(SamplingParams(), [], llm.vocab_size, ())
+    samplers = [RowSampler(seed, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, rules=rules) for seed in range(5)]
+    chosen, everywhere = (
+        Advance(llm, llm.device, 8, padded=padded).rows(hidden, ids, samplers, range(5)) for padded in (False, True)
+    )
+    assert torch.equal(chosen[0], everywhere[0])
+    assert chosen[1].all()
+    assert everywhere[1].all()
+    assert torch.equal(chosen[0][1:3, 1:], llm.silent.expand(2, -1))
+    assert not torch.equal(chosen[0][0, 1:], llm.silent)
 
 
 def test_quantized_weights(tiny_dir: Path) -> None:

@@ -1,6 +1,6 @@
-"""Completes rows of codes: after code 0 is drawn, `YieldsRows.advance` gives the other codes, in the same step and for
-all its sequences. Calls are replayed from captured graphs if possible: on a GPU padded to the sizes that are captured
-at the start, on a CPU at their own size."""
+"""For models that draw several codes per step (a row): after code 0 is drawn, `YieldsRows.advance` of the stage model
+gives the others, in the same step and for all its sequences. Calls are replayed from captured graphs if possible: on a
+GPU padded to the sizes that are captured at the start, on a CPU at their own size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from segue.engines.autoregressive.contract import AutoregressiveModel, Draws, DrawsByHead, Recordable, YieldsRows
+from segue.engines.autoregressive.contract import (
+    AutoregressiveModel,
+    Draws,
+    DrawsByHead,
+    Recordable,
+    SpeaksAtTimes,
+    YieldsRows,
+)
 from segue.engines.autoregressive.sample.draw import Rows, SampledTokens, drawn_before
 from segue.engines.autoregressive.sample.sampler import RowSampler
 from segue.engines.autoregressive.step.decode_graphs import batch_sizes
@@ -100,7 +107,30 @@ class Advance:
         given = [hidden, tokens, *upload_all([numbers, greedy, filters], self._device)]
         if recent is not None:
             given.append(recent)
-        count = len(tokens)
+        if isinstance(self._model, SpeaksAtTimes):
+            codes, finite = self._spoken(self._model, given)
+        else:
+            codes, finite = self._call(given)
+        if self._by_head:
+            return codes, finite
+        return torch.cat([tokens[:, None], codes], dim=1), finite
+
+    def _spoken(self, model: SpeaksAtTimes, given: Seq[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `_call`; rows that do not speak get the codes of silence."""
+        speaks = model.speaks(given[1])
+        count = len(speaks)
+        if self._padded:
+            drawn, finite = self._call(given)
+            return torch.where(speaks[:, None], drawn, model.silent), finite | ~speaks
+        places = speaks.nonzero()[:, 0]
+        codes, finite = model.silent.repeat(count, 1), torch.ones(count, dtype=torch.bool)
+        if len(places):
+            codes[places], finite[places] = self._call([tensor[places] for tensor in given])
+        return codes, finite
+
+    def _call(self, given: Seq[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_run`, replayed if it is captured."""
+        count = len(given[0])
         run = self._run if self._graphs is None else self._graphs
         if self._padded:
             size = next((size for size in self._sizes if size >= count), None)
@@ -109,9 +139,7 @@ class Advance:
             else:
                 given = [_padded(tensor, size) for tensor in given]
         codes, finite = run(*given)
-        if self._by_head:
-            return codes[:count], finite[:count]
-        return torch.cat([tokens[:, None], codes[:count]], dim=1), finite[:count]
+        return codes[:count], finite[:count]
 
     @torch.inference_mode()
     def warm_up(self, hidden: torch.Tensor, ranks: Ranks = ALONE) -> None:

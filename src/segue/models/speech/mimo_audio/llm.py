@@ -65,6 +65,7 @@ class LLM:
 
     axes = 1
     conditioned = False
+    recordable = True
 
     def __init__(self, ctx: AutoregressiveContext) -> None:
         """Raises `ConfigError` for an unreadable or unsupported checkpoint."""
@@ -82,7 +83,7 @@ class LLM:
         self._spoken_end = id_of(self._tokenizer, SPOKEN_END)
         self.groups: int = 1 + config.codes_per_patch
         self._group = config.group_size
-        self._silent = torch.tensor(config.empty_codes * config.group_size, device=ctx.device)
+        self.silent = torch.tensor(config.empty_codes * config.group_size, device=ctx.device)
         self.device = ctx.device
         self.dtype = ctx.dtype
         self.kv: KVSpec = self._decoder.kv
@@ -120,14 +121,12 @@ class LLM:
         if token_ids.ndim == 1:
             return self._decoder.embed(token_ids)
         text = token_ids[:, 0]
-        rows = self._decoder.embed(text)
-        chosen = self._chosen(text)
-        codes = token_ids[chosen, 1:]
-        if not len(codes):
-            return rows
-        spoken = (text[chosen] == self._empty)[:, None]
-        rows = rows.clone()
-        rows[chosen] = torch.where(spoken, self._encoded(codes), rows[chosen])
+        rows, spoken = self._decoder.embed(text), self.speaks(text)
+        if spoken.is_cuda:  # a choice would wait for the device
+            return torch.where(spoken[:, None], self._encoded(token_ids[:, 1:]), rows)
+        if spoken.any():
+            rows = rows.clone()
+            rows[spoken] = self._encoded(token_ids[spoken, 1:])
         return rows
 
     def forward(self, embeds: Tensor, batch: FlatBatch) -> tuple[Tensor, None]:
@@ -141,27 +140,15 @@ class LLM:
 
     @torch.inference_mode()
     def advance(self, hidden: Tensor, ids: Tensor, draws: Draws) -> Tensor:
-        """[n, H], [n] text tokens → [n, G · K]: codes where the token is `<|empty|>`, else empty ones."""
-        codes = self._silent.repeat(len(ids), 1)
-        chosen = self._chosen(ids)
-        if not len(ids[chosen]):
-            return codes
-        own = Draws(draws.numbers[chosen], draws.greedy[chosen], draws.filters[chosen])
-        drawn = self._patches(hidden[chosen], own)
-        spoken = ids[chosen] == self._empty
-        codes[chosen] = torch.where(spoken[:, None], drawn, codes[chosen])
-        assert own.finite is not None
-        draws.finite = torch.ones_like(draws.greedy)
-        draws.finite[chosen] = own.finite | ~spoken
-        return codes
+        """[n, H], [n] text tokens → [n, G · K]."""
+        return self._patches(hidden, draws)
+
+    def speaks(self, ids: Tensor) -> Tensor:
+        """[n] text tokens → [n] bool: where the token is `<|empty|>`, the patch counts."""
+        return ids == self._empty
 
     def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return decode(self._tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
-
-    def _chosen(self, ids: Tensor) -> Tensor | slice:
-        """The rows for which patches are computed: those that are spoken. On a GPU all rows, because calls are
-        replayed from captured graphs there, of a fixed size, and a choice would wait for the device."""
-        return slice(None) if ids.is_cuda else (ids == self._empty).nonzero()[:, 0]
 
     def _encoded(self, codes: Tensor) -> Tensor:
         """[n, G · K] → [n, H]."""
@@ -170,7 +157,7 @@ class LLM:
     def _prompt(self, ids: Tensor, recordings: Sequence[Tensor]) -> Prompt:
         """Put the recordings' patches in the places of their tokens."""
         embeds = self._decoder.embed(ids.to(self.device))
-        codes = self._silent.cpu().repeat(len(ids), 1)
+        codes = self.silent.cpu().repeat(len(ids), 1)
         places = (ids == self._empty).nonzero()[:, 0]
         if len(places):
             codes[places] = torch.cat(list(recordings))

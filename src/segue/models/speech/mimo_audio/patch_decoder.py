@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from segue.engines.autoregressive.contract import Draws
 from segue.engines.contract import LoadContext
@@ -58,8 +59,14 @@ class PatchDecoder:
         self._net, self._sampling = net, sampling
         self._decoder = net.local_transformer
         self._group, self._channels = config.group_size, config.audio_channels
-        self._delays, self._empty = config.delays, config.empty_codes
+        self._delays = config.delays
         self._masks = dict.fromkeys(self._decoder.config.layer_types)  # None: causal
+        never = torch.ones(self._channels, max(config.code_counts), dtype=torch.bool)
+        for channel, (count, empty) in enumerate(zip(config.code_counts, config.empty_codes, strict=True)):
+            never[channel, :count] = False
+            never[channel, empty] = True
+        self._never = never.to(net.hidden_states_downcast.weight.device)
+        """[K, codes]: the empty codes, and those that a channel does not have."""
 
     def __call__(self, hidden: Tensor, draws: Draws) -> Tensor:
         """[n, H] final hidden states → [n, G · K] long, frame by frame. Whether the request is greedy is ignored."""
@@ -76,23 +83,27 @@ class PatchDecoder:
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state[:, -1]
+            due = [channel for channel, delay in enumerate(self._delays) if 0 <= step - delay < self._group]
+            codes = own.codes(
+                [1 + (step - self._delays[channel]) * self._channels + channel for channel in due],
+                self._logits(out, due),
+                temperature=sampling.temperature or 1.0,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+            ).unbind(1)
             rows = torch.zeros_like(rows)
-            for channel, delay in enumerate(self._delays):
-                if not 0 <= step - delay < self._group:
-                    continue
-                logits = net.local_transformer_lm_heads[channel](out).float()
-                logits[:, self._empty[channel]] = NEVER
-                code = own.code(
-                    1 + (step - delay) * self._channels + channel,
-                    logits,
-                    temperature=sampling.temperature or 1.0,
-                    top_k=sampling.top_k,
-                    top_p=sampling.top_p,
-                )
-                frames[step - delay].append(code)
+            for channel, code in zip(due, codes, strict=True):
+                frames[step - self._delays[channel]].append(code)
                 rows = rows + net.speech_embeddings_to_local(net.speech_embeddings[channel](code))[:, None]
         draws.finite = own.finite
         return torch.stack([code for frame in frames for code in self._in_order(frame)], dim=1)
+
+    def _logits(self, out: Tensor, channels: list[int]) -> Tensor:
+        """[n, L] → [n, channels, codes of the widest channel] float32."""
+        widest = self._never.shape[1]
+        logits = [self._net.local_transformer_lm_heads[channel](out).float() for channel in channels]
+        wide = torch.stack([pad(one, (0, widest - one.shape[1])) for one in logits], dim=1)
+        return wide.masked_fill(torch.stack([self._never[channel] for channel in channels]), NEVER)
 
     def _in_order(self, codes: list[Tensor]) -> list[Tensor]:
         """The codes of a frame as they were drawn → by channel."""
