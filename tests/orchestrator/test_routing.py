@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hypothesis import given
@@ -100,11 +100,11 @@ def test_one_input_worker_stays_free_for_requests_without_media() -> None:
 # ── the router ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def plan_of(routing: list[str], replicas: int, max_batch: int) -> Plan:
+def plan_of(routing: list[str], replicas: int, max_batch: int, inputs: int = 1) -> Plan:
     graph = StageGraph("one")
     graph.stage("llm", "autoregressive", takes={"text"}, gives={"text"})
     stage = {"replicas": replicas, "routing": routing, "max_batch": max_batch}
-    return load_plan(graph, {"stages": {"llm": stage}}, hardware=Hardware(2, 1 << 34))
+    return load_plan(graph, {"stages": {"llm": stage, INPUT: {"replicas": inputs}}}, hardware=Hardware(2, 1 << 34))
 
 
 @dataclass
@@ -125,10 +125,17 @@ class Routed:
     def workers(self) -> list[Replica]:
         return self.replicas.of_group(("llm",))
 
-    def begin(self, request: Request) -> Replica | None:
+    @staticmethod
+    def state(request: Request) -> RequestState:
         state = RequestState(request, {}, "llm", ClientQueue(1 << 20))
         state.stages = {"llm": StageState((INPUT,), ())}
         state.waiting = {"llm"}
+        return state
+
+    def begin(self, request: Request) -> Replica | None:
+        return self.place(self.state(request))
+
+    def place(self, state: RequestState) -> Replica | None:
         placed = self.router.place(state)
         replica = None if isinstance(placed, Unplaced) else placed["llm",]
         if replica is not None:
@@ -176,6 +183,45 @@ def test_no_run_of_requests_and_deaths_breaks_the_bound(
             assert before[chosen.worker] <= min(others, default=max_batch * 99)
         if 0 in others:
             assert before[chosen.worker] <= slack
+
+
+class Thorough(Router):
+    """Describes all workers."""
+
+    def _shortlist(self, workers: Sequence[Replica], *_: object) -> list[Replica]:
+        return [*workers]
+
+
+@given(routings, st.integers(1, 24), st.data())
+def test_describing_fewer_workers_changes_no_choice(routing: list[str], max_batch: int, data: st.DataObject) -> None:
+    routed = Routed(plan_of(list(routing), 6, max_batch))
+    thorough = Thorough(routed.plan, routed.replicas, routed.requests, routed.stats)
+    thorough._sessions = routed.router._sessions
+    for number in range(data.draw(st.integers(1, 30))):
+        if routed.requests and data.draw(st.integers(0, 2)) == 0:
+            routed.end(data.draw(st.sampled_from(sorted(routed.requests))))
+        worker = data.draw(st.sampled_from(routed.workers))
+        worker.state = data.draw(st.sampled_from(["ready", "ready", "restarting"]))
+        queued = data.draw(st.integers(0, 3))
+        routed.stats[worker.worker] = Stats(worker.worker, [WorkerStats("llm", 1, {"waiting": float(queued)})])
+        text = data.draw(st.sampled_from("ab")) * (BLOCK_BYTES * data.draw(st.integers(0, 2)))
+        state = routed.state(Request(request_id=str(number), prompt=text, session=data.draw(st.sampled_from("xy"))))
+        state.losses["llm"] = data.draw(st.sampled_from([0, 0, routed.plan.limits.max_retries]))
+        wanted = thorough.place(state)
+        assert routed.place(state) == (None if isinstance(wanted, Unplaced) else wanted["llm",])
+
+
+@given(st.lists(st.sampled_from(["", "text", "media"]), min_size=1, max_size=6), st.booleans())
+def test_fewer_input_workers_are_described_with_the_same_choice(reading: list[str], media: bool) -> None:
+    plan = plan_of(["load"], 1, 4, inputs=len(reading))
+    replicas = Replicas(plan.groups, plan.stages)
+    for replica in replicas.all:
+        replica.incarnation, replica.state = 1, "ready"
+    for replica, what in zip(replicas.of_group((INPUT,)), reading, strict=True):
+        replica.reading = {"other": what == "media"} if what else {}
+    state = RequestState(chat("x", image=b"y" if media else None), {}, "llm", ClientQueue(1 << 20))
+    state.stages, state.waiting = {INPUT: StageState((), ("llm",))}, {INPUT}
+    assert Router(plan, replicas, {}, {}).place(state) == Thorough(plan, replicas, {}, {}).place(state)
 
 
 def routed_by(*routing: str, replicas: int = 2, max_batch: int = 64) -> Callable[..., str]:

@@ -102,6 +102,9 @@ class PrefixMemory:
     def __len__(self) -> int:
         return len(self._known)
 
+    def __contains__(self, block: bytes) -> bool:
+        return block in self._known
+
     def held(self, chain: Sequence[bytes]) -> int:
         """Return how many leading blocks of a chain the worker was sent."""
         for at, key in enumerate(chain):

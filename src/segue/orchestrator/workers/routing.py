@@ -17,8 +17,7 @@ QUEUED = 4
 
 @dataclass(slots=True)
 class Candidate:
-    """A worker, as far as the choice for one request depends on it. (Not frozen: that takes twice as long, and one is
-    made for each worker.)"""
+    """A worker, as far as the choice for one request depends on it."""
 
     worker: str
     ready: bool = True
