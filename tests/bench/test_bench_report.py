@@ -13,11 +13,13 @@ from bench_fakes import outcome, request
 
 from segue.bench import figures as pages
 from segue.bench.comparisons import comparison_table, of_omni
+from segue.bench.first_sound import sound_result
 from segue.bench.harness.hardware import Machine, machine
 from segue.bench.harness.meters import SideUsage
 from segue.bench.harness.report import result_path, write_report
 from segue.bench.harness.results import measure, read_values, result_of, write_result
-from segue.bench.harness.stats import HistogramFigures
+from segue.bench.harness.stats import HistogramFigures, Ratio, Summary
+from segue.bench.headlines import headline_table, headlines
 from segue.bench.omni.outcome import OmniSlice, WrongWork
 from segue.bench.omni.report import markdown, plot, typical
 from segue.bench.omni.results import (
@@ -32,6 +34,10 @@ from segue.bench.omni.results import (
     figures,
     ratios,
 )
+from segue.bench.own.results import OwnResult
+from segue.bench.own.results import Row as OwnRow
+from segue.bench.plain.comparison import ALL, LOOP, SEGUE, PlainResult
+from segue.bench.plain.comparison import Row as PlainRow
 from segue.messages.errors import ConfigError
 
 BASELINE = "transformers one at a time"
@@ -212,13 +218,35 @@ def test_gains_are_of_rounds_and_losses_stand_in_the_same_table(result: Result) 
 def test_a_table_says_where_it_comes_from_and_what_the_sides_did_not_share(result: Result) -> None:
     result.settings.environment = {"OMP_NUM_THREADS": "2"}
     alike = of_omni(result)
-    assert alike.origin.startswith("2 cores of A Processor; ")
-    assert f"commit {result.machine.commit}; {result.settings.rounds} interleaved rounds" in alike.origin
-    assert "only" not in alike.origin
-    assert "only" not in alike.conditions
+    assert f"commit {result.machine.commit}; {result.settings.rounds} interleaved rounds" in alike.conditions
+    assert "only" not in alike.conditions + headline_table([*headlines(result, alike)])
     result.settings.environment = {}
-    for said in (of_omni(result).origin, of_omni(result).conditions):
+    uneven = of_omni(result)
+    for said in (uneven.conditions, headline_table([*headlines(result, uneven)])):
         assert "allocator settings and huge pages on Segue's side only" in said
+
+
+def test_the_readme_has_a_row_for_each_load_and_rival(result: Result) -> None:
+    one = Summary(0.5, 0.5, 0.5, 0.5)
+    slower = Ratio(1.25, 1.2, 1.3, [1.0, 1.25, 2.0])
+    both = [PlainRow(8, kind, side, 2.0, one, one, slower, None, 1.0) for kind in ("a", ALL) for side in (SEGUE, LOOP)]
+    plain = PlainResult(machine=machine(), startup={}, benchmark="bagel", tokens=4, rows=both)
+    half = Ratio(0.5, 0.4, 0.6, [0.5])
+    own_rows = [OwnRow(1, side, 2.0, one, one, half, 1.0) for side in ("segue", "one at a time")]
+    own = OwnResult(machine=machine(), startup={}, frames=2, rows=own_rows)
+    sound = sound_result(machine(), 60, [0.5, 0.5, 0.5], [2.0, 1.0, 1.0])
+    rows = [*headlines(result, of_omni(result)), *(row for one in (plain, own, sound) for row in headlines(one, None))]
+    table = headline_table(rows)
+    head, *lines, _, key = table.splitlines()
+    assert head == "| what | load | figure | rival | Segue's gain | measured |"
+    assert lines[1].startswith("| Speech from mixed media (qwen2.5-omni-small) | 1 client | JCT | ")
+    assert lines[1].endswith("| **4.00×** | A |")
+    assert lines[2].startswith("|  | 1 client | first audio | "), "a title stands once"
+    [bagel] = [line for line in lines if "BAGEL" in line]
+    assert bagel == "| BAGEL: a | 8 clients | JCT | plain loop | 0.80 (0.50–1.00)× | B |"
+    assert "| A video model of one's own | 1 client | JCT | one at a time | **2.00×** | B |" in lines
+    assert lines[-1].endswith("| the same models one after the other | **2.00 (2.00–4.00)×** | C |")
+    assert key.startswith("Measured on, date, commit: A: 2 cores of A Processor, 2026-11-21, ")
 
 
 def test_a_page_without_marks_is_refused() -> None:

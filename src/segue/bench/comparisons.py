@@ -65,19 +65,9 @@ class Measured:
     """Tables of figures that are not comparisons."""
 
     @property
-    def origin(self) -> str:
-        """Machine, date, commit and rounds; and what the sides did not share."""
-        machine = self.machine
-        uneven = "" if self.alike else f"; {_environment(self.alike)}"
-        return (
-            f"{machine.cores} cores of {machine.cpu}; {self.finished[:10]}, commit {machine.commit}; "
-            f"{self.rounds} interleaved rounds{uneven}"
-        )
-
-    @property
     def conditions(self) -> str:
         """One sentence: machine, date, commit, rounds, and the sides' settings."""
-        machine, notes = self.machine, [_environment(self.alike), *self.notes]
+        machine, notes = self.machine, [environment(self.alike), *self.notes]
         packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items() if name != "segue")
         return (
             f"{machine.cores} cores of {machine.cpu}, {machine.memory_bytes / GIB:.0f} GiB, {packages}; "
@@ -227,7 +217,8 @@ def of_diffusion(result: DiffusionResult) -> Measured:
     )
 
 
-def _environment(alike: bool) -> str:
+def environment(alike: bool) -> str:
+    """Say which settings of the process the sides shared."""
     if alike:
         return "allocator, huge pages and spinning alike on all sides"
     return "allocator settings and huge pages on Segue's side only"

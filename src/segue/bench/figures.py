@@ -18,6 +18,7 @@ from segue.bench.diffusion import losses
 from segue.bench.diffusion import report as diffusion_report
 from segue.bench.diffusion.results import DiffusionResult
 from segue.bench.harness.results import read_values, result_of
+from segue.bench.headlines import headline_table, headlines
 from segue.bench.hop import HopResult, hop_table
 from segue.bench.hosts.results import HostsResult
 from segue.bench.hosts.results import markdown as hosts_report
@@ -77,15 +78,13 @@ def pages(root: Path) -> dict[Path, str]:
     """The pages, generated from the results of this checkout. Raises `ConfigError`."""
     found = [(*read(path), path) for path in sorted((root / "bench" / "results").glob("*.json"))]
     found.sort(key=lambda one: _ORDER.index(one[0]))
-    measured = [(of(result), path) for kind, result, path in found if (of := _KINDS[kind][2]) is not None]
-    sections = [_section(one, path) for one, path in measured]
+    measured = [of(result) if (of := _KINDS[kind][2]) is not None else None for kind, result, _ in found]
+    sections = [_section(one, path) for one, (_, _, path) in zip(measured, found, strict=True) if one is not None]
     for kind, result, path in found:
         if kind in _TABLES:
             sections.append(f"### {_TABLES[kind]}\n\n`bench/results/{path.name}`. {_KINDS[kind][1](result).strip()}")
-    short = [
-        f"{one.title}; {one.origin}:\n\n{comparison_table([row for row in one.comparisons if row.headline])}"
-        for one, _ in measured
-    ]
+    rows = [row for one, (_, result, _) in zip(measured, found, strict=True) for row in headlines(result, one)]
+    short = [headline_table(rows)]
     reckoned = [scale([result for kind, result, _ in found if kind == "hosts"])]
     made = {}
     for page, body in (("README.md", short), ("docs/benchmarks.md", sections), ("docs/scale.md", reckoned)):

@@ -27,10 +27,10 @@ def scale(results: Sequence[HostsResult]) -> str:
     if losses:
         worst = max(row.delay.worst for row in losses)
         typical = max(row.delay.p50 for row in losses)
+        half = f"less than {typical:.1f} s" if typical > 0.05 else "no longer than undisturbed"
         parts += [
             "### A lost host",
-            f"Requests that ran while a host was killed took at most {worst:.1f} s longer; half of them, less than "
-            f"{typical:.1f} s.",
+            f"Requests that ran while a host was killed took at most {worst:.1f} s longer; half of them, {half}.",
         ]
     return "\n\n".join(parts) or _ABSENT
 
