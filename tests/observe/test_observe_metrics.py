@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from segue.messages.deltas import AudioDelta, Finished, RequestMetrics, TextDelta, Usage
 from segue.observe.metrics import GenerationWatch, ServerMetrics
 
@@ -20,7 +22,7 @@ def value(metrics: ServerMetrics, name: str, **labels: str) -> float | None:
 def test_a_generation_is_timed_by_its_deltas() -> None:
     clock = Clock()
     metrics = ServerMetrics(clock)
-    with GenerationWatch(metrics) as watch:
+    with closing(GenerationWatch(metrics)) as watch:
         assert value(metrics, "segue_generations_in_flight") == 1
         for seconds, delta in (
             (0.5, TextDelta("t", "a")),
@@ -44,9 +46,9 @@ def test_a_generation_is_timed_by_its_deltas() -> None:
 
 def test_how_a_generation_ended_is_counted() -> None:
     metrics = ServerMetrics(Clock())
-    with GenerationWatch(metrics):
+    with closing(GenerationWatch(metrics)):
         pass
-    with GenerationWatch(metrics) as watch:
+    with closing(GenerationWatch(metrics)) as watch:
         watch.failed("stage_lost")
     assert value(metrics, "segue_generations_total", end="aborted") == 1
     assert value(metrics, "segue_generations_total", end="stage_lost") == 1

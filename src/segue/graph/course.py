@@ -1,4 +1,4 @@
-"""The visits that one request makes: pure decisions from the outcomes of the visits that have ended.
+"""Which stages a request visits and how often, decided from how its earlier visits ended.
 
 A walk says which stages a request may visit; the course says which of them it does visit, and how often. A visit begins
 once all edges into it are decided and one of them is taken. An edge without a condition on its source's output is taken

@@ -40,7 +40,8 @@ Stream = tuple[str, str, int]
 
 
 class _Numbered(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of an output whose units the worker counts. By default it is one unit, which is not cut."""
+    """Base of deltas whose `start` the worker sets by counting. Unless `end` says otherwise, a delta is one unit and is
+    never split."""
 
     kind: ClassVar[str]
     index: int = 0

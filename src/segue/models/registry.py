@@ -98,8 +98,8 @@ def family_of(config: dict[str, Any], model_dir: Path) -> Family:
             return family
     if silent := SPEAKERS & set(wanted):
         raise ConfigError(
-            f"no family serves {min(silent)}; of models that speak, served are CSM, Higgs Audio v2, Pocket TTS, "
-            "Qwen2.5-Omni, Qwen3-Omni and Qwen3-TTS: docs/models.md",
+            f"no family serves {min(silent)}; of models that speak, served are CSM, Higgs Audio v2, MiMo-Audio, "
+            "Pocket TTS, Qwen2.5-Omni, Qwen3-Omni and Qwen3-TTS: docs/models.md",
             field="architectures",
         )
     for family in known.values():
@@ -113,8 +113,8 @@ def family_of(config: dict[str, Any], model_dir: Path) -> Family:
         )
     raise ConfigError(
         f"no family serves {', '.join(wanted)}; served are language models (...ForCausalLM), multimodal ones, Whisper, "
-        "classifiers (...ForSequenceClassification), text embeddings (with a modules.json), BAGEL, CSM, Pocket "
-        "TTS, Qwen2.5-Omni, Qwen3-Omni, Qwen3-TTS and pipelines of diffusers: docs/models.md",
+        "classifiers (...ForSequenceClassification), text embeddings (with a modules.json), BAGEL, CSM, Higgs Audio "
+        "v2, MiMo-Audio, Pocket TTS, Qwen2.5-Omni, Qwen3-Omni, Qwen3-TTS and pipelines of diffusers: docs/models.md",
         field="architectures",
     )
 

@@ -54,7 +54,7 @@ def _encoded_audio(delta: Delta) -> bool:
 
 
 class GenerationWatch:
-    """Measure the latencies of one generation from its deltas. Use it as a context manager around the generation."""
+    """Measure the latencies of one generation, which begins now, from its deltas. Close it when the generation ends."""
 
     def __init__(self, metrics: ServerMetrics) -> None:
         self._metrics = metrics
@@ -62,10 +62,7 @@ class GenerationWatch:
         self._last_text: dict[int, float] = {}
         self._audio_began = False
         self._end = "aborted"
-
-    def __enter__(self) -> GenerationWatch:
-        self._metrics.generations_in_flight.inc()
-        return self
+        metrics.generations_in_flight.inc()
 
     def saw(self, delta: Delta) -> None:
         """Record a delta at the moment it arrives."""
@@ -87,6 +84,6 @@ class GenerationWatch:
         """Record that the generation ended in an error of this code."""
         self._end = code
 
-    def __exit__(self, *exc_info: object) -> None:
+    def close(self) -> None:
         self._metrics.generations_in_flight.dec()
         self._metrics.generations.labels(self._end).inc()

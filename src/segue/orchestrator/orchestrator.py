@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 
 import msgspec
 
@@ -163,14 +163,10 @@ class Orchestrator:
 
     # ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def stream(self, request: Request) -> AsyncGenerator[Delta]:
-        """Yield deltas, `Finished` last; raises `SegueError`. Closing the generator cancels the request."""
-        async with aclosing(self.deltas(self.admit(request))) as deltas:
-            async for item in deltas:
-                yield item
-
-    async def deltas(self, state: RequestState) -> AsyncGenerator[Delta]:
-        """As `stream`, for a request that has been admitted."""
+    async def stream(self, asked: Request | RequestState) -> AsyncGenerator[Delta]:
+        """Yield the deltas of a request, or of one that has been admitted, `Finished` last; raises `SegueError`.
+        Closing the generator cancels the request."""
+        state = asked if isinstance(asked, RequestState) else self.admit(asked)
         try:
             while True:
                 item, caught_up = await state.queue.get()
@@ -309,7 +305,7 @@ class Orchestrator:
             elif self.replicas.hopeless(stage) and not self.supervisor.starting:
                 self._end(state, StageLost(f"stage {stage!r} could not be restarted", stage=stage))
             elif only_reads(chosen.group):
-                self._unread[state.id] = None  # `_read` calls this again
+                self._unread[state.id] = None  # `_reading_ended` calls this again
             return  # `worker_ready` calls this again
         if state.patience is not None:
             state.patience.cancel()
@@ -396,7 +392,7 @@ class Orchestrator:
                 for emission in message.emissions:
                     self._on_emission(message.worker, emission)
             case StageDone():
-                self._read(message)
+                self._reading_ended(message)
                 if state := self._current(message.worker, message.request_id, message.stage, message.attempt):
                     try:
                         state.ended(message)
@@ -413,7 +409,7 @@ class Orchestrator:
             case Unreachable() | Reachable():
                 self._on_link(message)
             case Failed():
-                self._read(message)
+                self._reading_ended(message)
                 if state := self._current(message.worker, message.request_id, message.stage, message.attempt):
                     stage = stage_of(message.stage)
                     self._end(state, error_from(message.kind, message.message, field=message.field, stage=stage))
@@ -433,9 +429,9 @@ class Orchestrator:
         if emission.turn is not None and emission.stage == state.held:
             self._proceed(state)
 
-    def _read(self, message: StageDone | Failed) -> None:
-        """Start the next waiting request when an input worker is done with one, even a cancelled one, that has
-        media."""
+    def _reading_ended(self, message: StageDone | Failed) -> None:
+        """An input worker is done with a request, perhaps a cancelled one. If that one had media, start the next
+        request with media that waits for a worker."""
         replica = self.replicas.by_worker(message.worker) if is_input(message.stage) else None
         if replica is None or not replica.reading.pop(message.request_id, False):
             return

@@ -103,7 +103,7 @@ class ServedModel:
             self.card.max_model_len = own[self.card.text_stage].max_model_len
 
     def stream(self, request: Request) -> AsyncGenerator[Delta]:
-        self.admit(request)
+        self.check_request(request)
         if request.open:
             raise wrong("open", request.open, "false: call AsyncOmni.open for a request whose input is appended")
         if self.card.speech is None or "text" not in request.modalities:
@@ -112,7 +112,7 @@ class ServedModel:
         return transcribed(self.orchestrator.stream, request, self.card.speech, self.card.text_stage)
 
     def open(self, request: Request, *, reply: bool = False) -> OpenRequest:
-        self.admit(request)
+        self.check_request(request)
         asked = opened(request, self.card, reply=reply)
         check_kept(asked, self.card)
         return OpenRequest(self.orchestrator, asked, self.plan.limits, self.card.tensors)
@@ -125,7 +125,7 @@ class ServedModel:
     def check(self, request: Request) -> None:
         """Check all that can be checked before anything is loaded, including output sizes, but not voices. Raises
         `InvalidRequest` or `NotFound`; the input stage may still refuse a request that passes."""
-        self.admit(request)
+        self.check_request(request)
         asked = request.diffusion
         if asked is None or self.sizes is None:
             return
@@ -133,8 +133,8 @@ class ServedModel:
         if asked.num_frames is not None:
             self.sizes.check_frames(asked.num_frames)
 
-    def admit(self, request: Request) -> None:
-        """Check a request before it is admitted. Raises `InvalidRequest`."""
+    def check_request(self, request: Request) -> None:
+        """Check what a request asks for, before it is admitted. Raises `InvalidRequest` or `NotFound`."""
         if not self.card.tokenizer:
             check_tokenless(request)
         for stage, params in request.sampling.items():

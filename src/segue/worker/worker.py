@@ -151,7 +151,7 @@ class Worker:
             try:
                 emission = stage.emission(visit, output)
             except Exception as error:
-                self.spoilt(stage, visit, error)
+                self.fail_by_model_code(stage, visit, error)
                 continue
             leaving.append((visit, output))
             if emission is not None:
@@ -164,7 +164,7 @@ class Worker:
                 try:
                     self.hand_on(stage, visit, output)
                 except Exception as error:
-                    self.spoilt(stage, visit, error)
+                    self.fail_by_model_code(stage, visit, error)
         for visit in stage.visits.values():
             if visit.unused:
                 self.acknowledge(stage, visit)
@@ -177,8 +177,8 @@ class Worker:
                 visit.downstreams, visit.between = [], True
                 self.next_visit(stage, visit)
 
-    def spoilt(self, stage: StageRunner, visit: Visit, error: Exception) -> None:
-        """Fail only this request for an exception of the family's code (payloads, transfers), not the worker."""
+    def fail_by_model_code(self, stage: StageRunner, visit: Visit, error: Exception) -> None:
+        """The family's code raised an exception (payloads, transfers): fail the request, and keep the worker."""
         stage.engine.cancel(visit.request.request_id)
         self.fail(stage, visit, as_stage_error(error, stage.plan.name))
 
@@ -379,7 +379,7 @@ class Worker:
             stage.engine.feed(message.request_id, CLIENT, {"piece": message.piece}, final=message.piece is None)
         except Exception as error:
             # see on_begin
-            self.spoilt(stage, visit, error)
+            self.fail_by_model_code(stage, visit, error)
 
     def on_throttle(self, message: Throttle) -> None:
         stage = self.stages[stage_of(message.stage)]
@@ -487,8 +487,7 @@ class Worker:
         except Exception as error:
             # see on_begin
             visit.unused.append(unused)
-            stage.engine.cancel(visit.request.request_id)
-            self.fail(stage, visit, as_stage_error(error, stage.plan.name))
+            self.fail_by_model_code(stage, visit, error)
             return
         visit.started = visit.started or time.monotonic()
         if known:

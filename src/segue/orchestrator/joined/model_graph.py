@@ -102,7 +102,7 @@ class ServedGraph:
             return self.models[self.main].stream(self.part(request, self.main, needs, entry=True))
         needed = self._needs(request)
         for member, needs in needed.items():
-            self.models[member].admit(self.part(request, member, needs))
+            self.models[member].check_request(self.part(request, member, needs))
         if request.deadline is None and (seconds := self._plan.limits.default_deadline) is not None:
             request.deadline = time.time() + seconds
         if request.seed is None:

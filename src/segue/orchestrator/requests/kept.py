@@ -1,4 +1,4 @@
-"""Requests that others may go on from: what each said and got, retained after its end (`Request.keep`).
+"""Requests that others may go on from: their messages and replies, kept after their end (`Request.keep`).
 
 A request that names one of them (`Request.previous`) gets the whole conversation before it (`Request.earlier`), and
 its input stage makes one prompt of all: earlier prompts, replies exactly as they were generated, and its own messages.

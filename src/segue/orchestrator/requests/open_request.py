@@ -41,7 +41,7 @@ class Requests(Protocol):
 
     def admit(self, request: Request) -> RequestState: ...
 
-    def deltas(self, state: RequestState) -> AsyncGenerator[Delta]: ...
+    def stream(self, asked: RequestState) -> AsyncGenerator[Delta]: ...
 
     def append(self, state: RequestState, piece: Piece | None) -> bool: ...
 
@@ -66,7 +66,7 @@ class OpenRequest:
         self._requests = requests
         self._limits = limits
         self._books = requests.admit(request)
-        self._deltas = requests.deltas(self._books)
+        self._deltas = requests.stream(self._books)
         self._pieces = 0
         self._bytes = 0
         self._closed = False

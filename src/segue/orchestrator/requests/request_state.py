@@ -111,7 +111,7 @@ class RequestState:
     """The workers that served the request that it goes on from."""
     admitted: float = field(default_factory=time.monotonic)
     held: str | None = None
-    """The stage whose sequence holds between the visits of a walk that returns to it."""
+    """In a walk with a loop: the stage that keeps its sequence, with its KV blocks, from one visit to the next."""
     stages: dict[str, StageState] = field(default_factory=dict)
     """By name of the visit; all visits of `held` by its name."""
     course: Course = field(init=False)

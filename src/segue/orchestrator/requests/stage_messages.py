@@ -93,8 +93,8 @@ def resent(state: RequestState, source: str, target: str) -> Addressed:
 
 
 def _downstreams(state: RequestState, visit: str, begin: set[str]) -> tuple[list[Peer], list[str]]:
-    """Return the receivers of a visit's output, and the names of those that want nothing of it. One that may yet want
-    it, or has no worker now, has an empty one. `begin`: stages that start with it."""
+    """Return the receivers of a visit's output, and the names of those that want nothing of it. A receiver
+    that is undecided, or has no worker yet, is a `Peer` with an empty worker. `begin`: stages that start with it."""
     peers: list[Peer] = []
     served: list[str] = []
     for target in state.course.targets(visit):

@@ -1,4 +1,5 @@
-"""A text that is said while it arrives: sentence by sentence, or as it goes on."""
+"""A text that is said while it arrives: sentence by sentence, or by appending words to one running generation
+(`goes_on`)."""
 
 from __future__ import annotations
 

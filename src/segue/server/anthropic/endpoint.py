@@ -20,7 +20,7 @@ from segue.server.http.body import read_json
 from segue.server.http.checking import Checking
 from segue.server.http.disconnect import EventStream, while_connected
 from segue.server.http.errors import MESSAGES, error_body, json_response
-from segue.server.http.events import named_events
+from segue.server.http.events import events
 from segue.server.settings import ServerSettings
 from segue.server.vllm.tokenize import count_prompt
 
@@ -36,7 +36,7 @@ def add_messages(
         asked = await checking.run(messages_request, values, service.card, settings)
         deltas = run_generations(service, asked.chat.requests, metrics, asked.chat.written)
         if asked.stream:
-            return EventStream(named_events(_events(asked, deltas)), settings.stall_seconds)
+            return EventStream(events(_events(asked, deltas), named=True), settings.stall_seconds)
         return json_response(await while_connected(http.receive, _whole(asked, deltas)))
 
     @app.post(f"{MESSAGES}/count_tokens")

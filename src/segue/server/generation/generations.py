@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
 
 import msgspec
 
@@ -68,7 +67,7 @@ async def run_generations(
                     deltas = start(request)
                 except SegueError as error:
                     raise as_written(error, named(index)) from error
-                running[index] = deltas, GenerationWatch(metrics).__enter__()
+                running[index] = deltas, GenerationWatch(metrics)
                 waiting[asyncio.ensure_future(_next(deltas))] = index
                 begun = index + 1
                 began_bytes += _nbytes(request)
@@ -87,7 +86,7 @@ async def run_generations(
                 yield index, delta
                 if isinstance(delta, Finished):
                     del running[index]
-                    watch.__exit__()
+                    watch.close()
                     await deltas.aclose()
                 else:
                     waiting[asyncio.ensure_future(_next(deltas))] = index
@@ -97,7 +96,7 @@ async def run_generations(
         await asyncio.gather(*waiting, return_exceptions=True)
         await asyncio.gather(*(deltas.aclose() for deltas, _ in running.values()), return_exceptions=True)
         for _, watch in running.values():
-            watch.__exit__()
+            watch.close()
 
 
 def deadline_of(service: Service) -> float | None:
@@ -105,26 +104,20 @@ def deadline_of(service: Service) -> float | None:
     return None if service.card.deadline is None else time.time() + service.card.deadline
 
 
-async def by_choice(
-    deltas: AsyncGenerator[tuple[int, Delta]], text_stage: str | None
-) -> AsyncGenerator[tuple[int, Delta]]:
-    """Convert (request, delta) to (choice, delta); every choice gets its own `Finished`.
+def of_choices(index: int, delta: Delta, text_stage: str | None) -> list[tuple[int, Delta]]:
+    """Return (choice, delta) for a delta of the request with this index; every choice gets its own `Finished`.
 
     Each choice is a request, or one request has all choices as outputs of its text stage. In the second case the usage
     goes with choice 0, so that it is counted once.
     """
-    async with aclosing(deltas):
-        async for index, delta in deltas:
-            if isinstance(delta, TextDelta):
-                yield index + delta.index, delta
-            elif isinstance(delta, ChoiceEnded):
-                yield delta.choice.index, delta
-            elif isinstance(delta, Finished) and len(delta.choices) > 1:
-                assert text_stage is not None
-                for choice in delta.choices:
-                    yield choice.index, _of_choice(delta, choice, text_stage)
-            else:
-                yield index, delta
+    if isinstance(delta, TextDelta):
+        return [(index + delta.index, delta)]
+    if isinstance(delta, ChoiceEnded):
+        return [(delta.choice.index, delta)]
+    if isinstance(delta, Finished) and len(delta.choices) > 1:
+        assert text_stage is not None
+        return [(choice.index, _of_choice(delta, choice, text_stage)) for choice in delta.choices]
+    return [(index, delta)]
 
 
 def _of_choice(whole: Finished, choice: Choice, stage: str) -> Finished:

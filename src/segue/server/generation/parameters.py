@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Request as HttpRequest
 
 from segue.messages.errors import InvalidRequest, SegueError, nearest, shown, wrong
 from segue.messages.limits import check_carried
@@ -137,9 +136,6 @@ class Answering:
     """Sampling parameters by stage (`sampling.llm.top_k`) → the client's name (`top_k`)."""
 
 
-A = TypeVar("A", bound=Answering)
-
-
 def answering_fields(
     body: CommonBody, card: ModelCard, prefix: str, now: float, named: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
@@ -229,12 +225,6 @@ def as_written(error: SegueError, written: Mapping[str, str]) -> SegueError:
     renamed = type(error)(message, field=named_as(field, written), stage=error.stage)
     renamed.__cause__ = error
     return renamed
-
-
-def with_metrics(answering: A, http: HttpRequest) -> A:
-    """Apply the header `X-Return-Metrics`, which is equivalent to the parameter."""
-    asked = http.headers.get("x-return-metrics", "").lower() in ("1", "true")
-    return replace(answering, return_metrics=True) if asked else answering
 
 
 def parse_body(

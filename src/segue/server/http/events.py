@@ -19,19 +19,9 @@ def event_bytes(body: object, name: str | None = None) -> bytes:
     return head + b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-def events(bodies: AsyncGenerator[dict[str, object]]) -> AsyncGenerator[bytes]:
+async def events(bodies: AsyncGenerator[dict[str, object]], *, named: bool = False) -> AsyncGenerator[bytes]:
     """Encode each body as an event, then `[DONE]`. An error before the first event is raised; a later one is the last
-    event."""
-    return _streamed(bodies, named=False)
-
-
-def named_events(bodies: AsyncGenerator[dict[str, object]]) -> AsyncGenerator[bytes]:
-    """Encode each body as an event named by its `type`. An error before the first event is raised; a later one is the
-    last event."""
-    return _streamed(bodies, named=True)
-
-
-async def _streamed(bodies: AsyncGenerator[dict[str, object]], *, named: bool) -> AsyncGenerator[bytes]:
+    event. `named`: each event has the body's `type` as its name, and no `[DONE]` follows."""
     begun = False
     async with aclosing(bodies):
         try:

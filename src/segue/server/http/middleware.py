@@ -30,7 +30,7 @@ _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "we
 
 
 class Door:
-    """ASGI middleware; the outermost one of this application. A websocket's handshake passes the same checks as other
+    """ASGI middleware; the outermost one but for CORS. A websocket's handshake passes the same checks as other
     requests, and a refused one has the same answer."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics, settings: ServerSettings, tenants: Tenants) -> None:

@@ -49,11 +49,16 @@ MAX_SALT = 1024
 """Most characters of `cache_salt`; vLLM's limit."""
 
 
-def with_request_id(values: dict[str, Any], http: Request) -> dict[str, Any]:
-    """The body with the id of the header `X-Request-Id` if it has none itself, as in vLLM."""
+def with_headers(values: dict[str, Any], http: Request) -> dict[str, Any]:
+    """Return the body with what headers say: the id of `X-Request-Id` if it has none itself, as in vLLM, and
+    `return_metrics` if `X-Return-Metrics` is set."""
+    found: dict[str, Any] = {}
     given = http.headers.get("x-request-id", "")
-    named = values.get("request_id") is not None or not REQUEST_ID.fullmatch(given)
-    return values if named else {**values, "request_id": given}
+    if values.get("request_id") is None and REQUEST_ID.fullmatch(given):
+        found["request_id"] = given
+    if http.headers.get("x-return-metrics", "").lower() in ("1", "true") and not values.get("return_metrics"):
+        found["return_metrics"] = True
+    return {**values, **found}
 
 
 def checked_id(given: str | None) -> str | None:

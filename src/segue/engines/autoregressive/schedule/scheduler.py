@@ -125,7 +125,8 @@ class Scheduler:
         return copies
 
     def _hold_before_drafts(self, run: Run) -> None:
-        """Reserve a slot for the state to return to if a draft is rejected; before `_hold`, so that one is free."""
+        """Reserve a slot for the recurrent state before the drafts, to restore it if one is rejected. Call this before
+        `_hold`, which may take the last slot."""
         if run.drafts and self.snapshots is not None:
             place = run.stop - run.drafts
             slot = self.snapshots.reserve()

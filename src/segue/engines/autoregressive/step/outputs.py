@@ -45,8 +45,8 @@ def repeats(tokens: abc.Sequence[Unit], asked: RepetitionDetection) -> bool:
 
 
 def announce(sequence: Sequence, run: Run, output: TokenOutput) -> bool:
-    """Fill the first output of a sequence, and the first after more input: counts, and tokens of an earlier attempt.
-    False: there are none."""
+    """Write what is reported once per input: counts of prompt tokens, and tokens that an earlier attempt had drawn.
+    False: there is nothing to report."""
     output.first_index = sequence.emitted
     tokens = sequence.input.input_tokens
     new = bool(sequence.to_emit) or tokens > sequence.counted
@@ -65,7 +65,7 @@ def announce(sequence: Sequence, run: Run, output: TokenOutput) -> bool:
 
 
 def _text_again(sequence: Sequence, ids: list[int], end: TurnEnd | None) -> str:
-    """The text of tokens of an earlier attempt: of a turn that ended so, or of the beginning of the current one."""
+    """Detokenize tokens that an earlier attempt had drawn. `end`: how their turn ended; None: the turn goes on."""
     if sequence.text is None:
         return ""
     out, found = "", False

@@ -585,7 +585,7 @@ void segue_full_attention(int number, const struct full_attention *of, float *sc
 
 /* One call of a recording: the function, and its arguments without the instruction set and `threads`. */
 struct call {
-    enum { PRODUCT, WRITE, ATTEND, NORM, GATE, EACH, FULLY, MODULATE, TURN } kind;
+    enum { GEMM, WRITE, ATTEND, NORM, GATE, EACH, FULLY, MODULATE, ROPE } kind;
     float number;
     int64_t of[22];
 };
@@ -639,7 +639,7 @@ void segue_replay(int number, const struct call *calls, int64_t count, int threa
     for (const struct call *call = calls; call < calls + count; call++) {
         const int64_t *const of = call->of;
         switch (call->kind) {
-        case PRODUCT:
+        case GEMM:
             segue_product(number, AT(0), of[1], of[2], AT(3), (int)of[4], AT(5), AT(6), of[7], (int)of[8], AT(9),
                           of[10], threads);
             break;
@@ -662,7 +662,7 @@ void segue_replay(int number, const struct call *calls, int64_t count, int threa
         case FULLY:
             segue_full_attention(number, AT(0), AT(1), threads);
             break;
-        case TURN:
+        case ROPE:
             segue_turn(number, AT(0), of[1], of[2], AT(3), call->number, AT(4), of[5], of[6], of[7], of[8], threads);
             break;
         case MODULATE:

@@ -26,7 +26,7 @@ from segue.server.generation.generations import run_generations
 from segue.server.http.body import read_json
 from segue.server.http.checking import Checking
 from segue.server.http.disconnect import ByteStream, EventStream
-from segue.server.http.events import named_events
+from segue.server.http.events import events
 from segue.server.openai.audio.arriving_text import ArrivingText, is_text, query_values
 from segue.server.openai.audio.speech_request import WRITTEN, SpeechRequest, speech_options, speech_request
 from segue.server.settings import ServerSettings
@@ -131,6 +131,6 @@ def add_speech(
 
     def answer(asked: SpeechRequest, deltas: AsyncGenerator[Delta]) -> ByteStream:
         if asked.stream_format == "sse":
-            return EventStream(named_events(speech_events(deltas)), settings.stall_seconds)
+            return EventStream(events(speech_events(deltas), named=True), settings.stall_seconds)
         media_type = AUDIO_FORMATS[asked.request.formats["audio"].name]
         return ByteStream(speech_bytes(deltas), settings.stall_seconds, media_type)

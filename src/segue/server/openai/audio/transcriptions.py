@@ -21,7 +21,7 @@ from segue.orchestrator.service import Service
 from segue.server.generation.generations import run_generations
 from segue.server.http.disconnect import EventStream, while_connected
 from segue.server.http.errors import json_response
-from segue.server.http.events import named_events
+from segue.server.http.events import events
 from segue.server.http.multipart import read_values
 from segue.server.openai.audio.request import (
     FILES,
@@ -179,7 +179,7 @@ def add_transcriptions(app: FastAPI, service: Service, settings: ServerSettings,
         values = await read_values(request, settings, kind, FILES)
         asked = transcription_request(values, task, service.card, settings)
         if asked.stream:
-            return EventStream(named_events(transcript_events(asked, service, metrics)), settings.stall_seconds)
+            return EventStream(events(transcript_events(asked, service, metrics), named=True), settings.stall_seconds)
         whole = await while_connected(request.receive, transcript(asked, service, metrics))
         if asked.response_format in ("json", "verbose_json"):
             return json_response(json_object(whole, asked))

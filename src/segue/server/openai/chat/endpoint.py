@@ -10,8 +10,7 @@ from starlette.responses import Response
 
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
-from segue.server.generation.generations import by_choice, run_generations
-from segue.server.generation.parameters import with_metrics
+from segue.server.generation.generations import of_choices, run_generations
 from segue.server.generation.usage import usage_object
 from segue.server.http.body import read_json
 from segue.server.http.checking import Checking
@@ -22,7 +21,7 @@ from segue.server.openai.chat.reply import WholeChoice
 from segue.server.openai.chat.request import ChatRequest, chat_request, prompt_logprobs_object
 from segue.server.openai.chat.stream import chat_chunks
 from segue.server.settings import ServerSettings
-from segue.server.vllm.parameters import NOTHING_OF_ANSWER, with_request_id
+from segue.server.vllm.parameters import NOTHING_OF_ANSWER, with_headers
 
 
 def add_chat_completions(
@@ -32,21 +31,20 @@ def add_chat_completions(
 
     @app.post("/v1/chat/completions")
     async def complete(request: Request) -> Response:
-        values = with_request_id(await read_json(request, settings), request)
+        values = with_headers(await read_json(request, settings), request)
         chat = await checking.run(chat_request, values, service.card, settings)
-        chat = with_metrics(chat, request)
         if chat.stream:
-            deltas = by_choice(run_generations(service, chat.requests, metrics, chat.written), service.card.text_stage)
-            return EventStream(events(chat_chunks(chat, deltas)), settings.stall_seconds)
+            deltas = run_generations(service, chat.requests, metrics, chat.written)
+            return EventStream(events(chat_chunks(chat, deltas, service.card.text_stage)), settings.stall_seconds)
         return json_response(await while_connected(request.receive, _whole(chat, service, metrics)))
 
 
 async def _whole(chat: ChatRequest, service: Service, metrics: ServerMetrics) -> dict[str, Any]:
     choices = [WholeChoice(index, chat) for index in range(chat.choices)]
-    generations = run_generations(service, chat.requests, metrics, chat.written)
-    async with aclosing(by_choice(generations, service.card.text_stage)) as deltas:
-        async for index, delta in deltas:
-            choices[index].take(delta)
+    async with aclosing(run_generations(service, chat.requests, metrics, chat.written)) as deltas:
+        async for index, whole in deltas:
+            for place, delta in of_choices(index, whole, service.card.text_stage):
+                choices[place].take(delta)
     answer: dict[str, Any] = {
         **NOTHING_OF_ANSWER,
         "id": chat.completion_id,

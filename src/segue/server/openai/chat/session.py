@@ -21,7 +21,7 @@ from segue.messages.request import MediaPart, Part, Piece, Request
 from segue.messages.tensors import check_tensors
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import ModelCard, Service
-from segue.server.generation.generations import by_choice, run_generations
+from segue.server.generation.generations import run_generations
 from segue.server.http.body import check_names
 from segue.server.http.checking import Checking
 from segue.server.http.websocket import SessionTimeout, Socket, client_message, error_message
@@ -121,7 +121,7 @@ class ChatSession:
         """Send the chunks of the completion; then close."""
         chat = await self._asked
         deltas = run_generations(self._service, chat.requests, self._metrics, chat.written, stream=self._stream)
-        async with aclosing(chat_chunks(chat, by_choice(deltas, self._service.card.text_stage))) as chunks:
+        async with aclosing(chat_chunks(chat, deltas, self._service.card.text_stage)) as chunks:
             async for chunk in chunks:
                 await self._socket.send(chunk)
         await self._socket.close()

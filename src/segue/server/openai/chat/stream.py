@@ -9,7 +9,7 @@ from typing import Any
 
 from segue.messages.deltas import ChoiceEnded, Delta, EncodedDelta, Finished, ModelDelta, TextDelta, TurnEnded
 from segue.models.shared.dialects.pieces import Piece, Said
-from segue.server.generation.generations import early_end
+from segue.server.generation.generations import early_end, of_choices
 from segue.server.generation.usage import RunningUsage, usage_object
 from segue.server.openai.chat.reply import ReplyReader, audio_id, delta_of, ending, expiry, image_object
 from segue.server.openai.chat.request import ChatRequest, logprobs_object
@@ -117,9 +117,12 @@ class _StreamedChoice:
 
 
 async def chat_chunks(
-    chat: ChatRequest, deltas: AsyncGenerator[tuple[int, Delta]]
+    chat: ChatRequest, deltas: AsyncGenerator[tuple[int, Delta]], text_stage: str | None
 ) -> AsyncGenerator[dict[str, object]]:
-    """The chunks of a streamed completion; the usage, if requested, comes last."""
+    """Yield the chunks of a streamed completion; the usage, if requested, comes last.
+
+    `deltas`: (index of the request, delta). `text_stage`: whose outputs are the choices, if one request has several.
+    """
     head: dict[str, Any] = {
         "id": chat.completion_id,
         "object": "chat.completion.chunk",
@@ -130,18 +133,19 @@ async def chat_chunks(
     choices = [_StreamedChoice(index, chat) for index in range(chat.choices)]
     finished: list[Finished] = []
     async with aclosing(deltas):
-        async for index, delta in deltas:
-            if isinstance(delta, Finished):
-                finished.append(delta)
-            running.take_prompt(delta)
-            prompt = _prompt_ids(chat, delta)
-            for entry in choices[index].opening():
-                yield {**head, "choices": [entry], "prompt_token_ids": None, **prompt, **running.fields()}
-                prompt = {}
-            running.take(delta)
-            for entry in choices[index].chunks(delta):
-                yield {**head, "choices": [entry], **prompt, **running.fields()}
-                prompt = {}
+        async for index, whole in deltas:
+            for place, delta in of_choices(index, whole, text_stage):
+                if isinstance(delta, Finished):
+                    finished.append(delta)
+                running.take_prompt(delta)
+                prompt = _prompt_ids(chat, delta)
+                for entry in choices[place].opening():
+                    yield {**head, "choices": [entry], "prompt_token_ids": None, **prompt, **running.fields()}
+                    prompt = {}
+                running.take(delta)
+                for entry in choices[place].chunks(delta):
+                    yield {**head, "choices": [entry], **prompt, **running.fields()}
+                    prompt = {}
     if chat.include_usage:
         thoughts = sum(choice.thought_tokens for choice in choices)
         yield {**head, "choices": [], "usage": usage_object(finished, thought_tokens=thoughts)}

@@ -14,7 +14,6 @@ from segue.messages.deltas import Delta
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
 from segue.server.generation.generations import run_generations
-from segue.server.generation.parameters import with_metrics
 from segue.server.generation.usage import RunningUsage, usage_object
 from segue.server.http.body import read_json
 from segue.server.http.disconnect import EventStream, while_connected
@@ -23,7 +22,7 @@ from segue.server.http.events import events
 from segue.server.openai.completions.reply import CompletionReader, joined
 from segue.server.openai.completions.request import CompletionRequest, completion_request
 from segue.server.settings import ServerSettings
-from segue.server.vllm.parameters import NOTHING_OF_ANSWER, with_request_id
+from segue.server.vllm.parameters import NOTHING_OF_ANSWER, with_headers
 
 
 def add_completions(app: FastAPI, service: Service, settings: ServerSettings, metrics: ServerMetrics) -> None:
@@ -31,8 +30,8 @@ def add_completions(app: FastAPI, service: Service, settings: ServerSettings, me
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        values = with_request_id(await read_json(request, settings), request)
-        completion = with_metrics(await asyncio.to_thread(completion_request, values, service.card, settings), request)
+        values = with_headers(await read_json(request, settings), request)
+        completion = await asyncio.to_thread(completion_request, values, service.card, settings)
         if completion.stream:
             return EventStream(events(_chunks(completion, service, metrics)), settings.stall_seconds)
         return json_response(await while_connected(request.receive, _whole(completion, service, metrics)))

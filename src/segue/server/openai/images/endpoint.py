@@ -12,7 +12,7 @@ from segue.server.http.body import read_json
 from segue.server.http.checking import Checking
 from segue.server.http.disconnect import EventStream, while_connected
 from segue.server.http.errors import json_response
-from segue.server.http.events import named_events
+from segue.server.http.events import events
 from segue.server.http.multipart import read_values
 from segue.server.openai.images.names import OF_EDITS, OF_GENERATIONS
 from segue.server.openai.images.reply import image_events, whole_images
@@ -58,5 +58,5 @@ async def _answer(
     asked: ImageRequest, request: Request, service: Service, settings: ServerSettings, metrics: ServerMetrics
 ) -> Response:
     if asked.stream:
-        return EventStream(named_events(image_events(asked, service, metrics)), settings.stall_seconds)
+        return EventStream(events(image_events(asked, service, metrics), named=True), settings.stall_seconds)
     return json_response(await while_connected(request.receive, whole_images(asked, service, metrics)))

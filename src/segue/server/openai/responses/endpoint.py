@@ -24,7 +24,7 @@ from segue.server.http.body import read_json
 from segue.server.http.checking import Checking
 from segue.server.http.disconnect import EventStream, while_connected
 from segue.server.http.errors import json_response
-from segue.server.http.events import named_events
+from segue.server.http.events import events
 from segue.server.http.paging import Page, listed, page_of
 from segue.server.openai.responses.background import BackgroundResponses
 from segue.server.openai.responses.request import ResponsesRequest, responses_request
@@ -115,7 +115,7 @@ def add_responses(
             return EventStream(journal.after(-1), settings.stall_seconds) if asked.stream else json_response(queued)
         deltas = run_generations(service, asked.chat.requests, metrics, asked.chat.written)
         if asked.stream:
-            return EventStream(named_events(_events(asked, deltas, store, before)), settings.stall_seconds)
+            return EventStream(events(_events(asked, deltas, store, before), named=True), settings.stall_seconds)
         return json_response(await while_connected(request.receive, _whole(asked, deltas, store, before)))
 
     @app.post("/v1/responses/input_tokens")
