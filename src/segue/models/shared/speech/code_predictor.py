@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from segue.engines.autoregressive.contract import Draws
+from segue.kernels.prepare import Plan, prepare
 from segue.models.shared.library import DynamicCache, PreTrainedModel
 
 
@@ -42,6 +43,7 @@ class CodePredictor:
         """`decoder` takes [n, t, P] embeddings; `embeddings` and `heads` are those of codes 1 to G - 1; `project` maps
         E to P if they differ."""
         decoder.set_attn_implementation("sdpa")
+        prepare(decoder, decoder.device, Plan(recognised=True))
         self._decoder, self._embeddings, self._heads = decoder, embeddings, heads
         self._filters = filters
         self._project = project or nn.Identity()

@@ -75,7 +75,7 @@ class LLM:
         self.net = net
         self._decoder = PagedDecoder(net.decoder, quantization=ctx.quantization, fused=ctx.fused)
         for part in (net.input_local_transformer, net.local_transformer):
-            prepare(part, ctx.device, Plan(rows=DECODE_ROWS))
+            prepare(part, ctx.device, Plan(recognised=True, rows=DECODE_ROWS))
         self._patches = PatchDecoder(net, config, sampling)
         self._tokenizer = tokenizer_of(ctx.model_dir, config)
         self.vocabulary = vocabulary_of(self._tokenizer)
