@@ -219,10 +219,10 @@ def test_a_table_says_where_it_comes_from_and_what_the_sides_did_not_share(resul
     result.settings.environment = {"OMP_NUM_THREADS": "2"}
     alike = of_omni(result)
     assert f"commit {result.machine.commit}; {result.settings.rounds} interleaved rounds" in alike.conditions
-    assert "only" not in alike.conditions + headline_table([*headlines(result, alike)])
+    assert "only" not in alike.conditions + headline_table([*headlines(result, alike, "x")])
     result.settings.environment = {}
     uneven = of_omni(result)
-    for said in (uneven.conditions, headline_table([*headlines(result, uneven)])):
+    for said in (uneven.conditions, headline_table([*headlines(result, uneven, "x")])):
         assert "allocator settings and huge pages on Segue's side only" in said
 
 
@@ -235,7 +235,8 @@ def test_the_readme_has_a_row_for_each_load_and_rival(result: Result) -> None:
     own_rows = [OwnRow(1, side, 2.0, one, one, half, 1.0) for side in ("segue", "one at a time")]
     own = OwnResult(machine=machine(), startup={}, frames=2, rows=own_rows)
     sound = sound_result(machine(), 60, [0.5, 0.5, 0.5], [2.0, 1.0, 1.0])
-    rows = [*headlines(result, of_omni(result)), *(row for one in (plain, own, sound) for row in headlines(one, None))]
+    rows = [*headlines(result, of_omni(result), "x")]
+    rows += [row for one in (plain, own, sound) for row in headlines(one, None, "own-small")]
     table = headline_table(rows)
     head, *lines, _, key = table.splitlines()
     assert head == "| what | load | figure | rival | Segue's gain | measured |"
@@ -244,7 +245,7 @@ def test_the_readme_has_a_row_for_each_load_and_rival(result: Result) -> None:
     assert lines[2].startswith("|  | 1 client | first audio | "), "a title stands once"
     [bagel] = [line for line in lines if "BAGEL" in line]
     assert bagel == "| BAGEL: a | 8 clients | JCT | plain loop | 0.80 (0.50–1.00)× | B |"
-    assert "| A video model of one's own | 1 client | JCT | one at a time | **2.00×** | B |" in lines
+    assert "| A video model of one's own (own-small) | 1 client | JCT | one at a time | **2.00×** | B |" in lines
     assert lines[-1].endswith("| the same models one after the other | **2.00 (2.00–4.00)×** | C |")
     assert key.startswith("Measured on, date, commit: A: 2 cores of A Processor, 2026-11-21, ")
 

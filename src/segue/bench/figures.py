@@ -83,7 +83,9 @@ def pages(root: Path) -> dict[Path, str]:
     for kind, result, path in found:
         if kind in _TABLES:
             sections.append(f"### {_TABLES[kind]}\n\n`bench/results/{path.name}`. {_KINDS[kind][1](result).strip()}")
-    rows = [row for one, (_, result, _) in zip(measured, found, strict=True) for row in headlines(result, one)]
+    rows = [
+        row for one, (_, result, path) in zip(measured, found, strict=True) for row in headlines(result, one, path.stem)
+    ]
     short = [headline_table(rows)]
     reckoned = [scale([result for kind, result, _ in found if kind == "hosts"])]
     made = {}

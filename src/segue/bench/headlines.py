@@ -27,8 +27,8 @@ class Headline:
     """Machine, date and commit."""
 
 
-def headlines(result: Any, measured: Measured | None) -> Iterator[Headline]:
-    """Yield what the README says of one result; nothing for the kinds that have no rival."""
+def headlines(result: Any, measured: Measured | None, name: str) -> Iterator[Headline]:
+    """Yield what the README says of one result; nothing for the kinds that have no rival. `name`: of its file."""
     origin = _origin(result.machine, result.finished)
     if measured is not None:
         origin = origin if measured.alike else f"{origin}, {environment(alike=False)}"
@@ -46,7 +46,7 @@ def headlines(result: Any, measured: Measured | None) -> Iterator[Headline]:
         for one in result.rows:
             if not one.side.startswith(SEGUE):
                 gains = _gains(one.jct_ratio.by_round)
-                yield _jct("A video model of one's own", one.clients, one.side, gains, origin)
+                yield _jct(f"A video model of one's own ({name})", one.clients, one.side, gains, origin)
     elif isinstance(result, PlainResult):
         for each in result.rows:
             if each.kind == ALL and each.side != SEGUE:
