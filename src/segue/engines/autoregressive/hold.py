@@ -167,7 +167,9 @@ class Pieces:
                 items += ids[piece.start + begin : piece.start + last]
             moved |= piece.moved
         text = b"".join(b"b%d:%b" % (len(item), item) if isinstance(item, bytes) else b"i%d," % item for item in items)
-        return text + self.positions(start, stop).tobytes() if moved else text
+        positions = self.positions(start, stop) if moved else None
+        # a text is the same before media as without any
+        return text if positions is None or (positions == np.arange(start, stop)).all() else text + positions.tobytes()
 
     @property
     def modality_tokens(self) -> dict[str, int]:

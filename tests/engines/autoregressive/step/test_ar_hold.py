@@ -430,6 +430,10 @@ def test_positions_of_a_piece_count_from_the_end_of_what_was_before() -> None:
     assert parts.positions(0, 12)[2].tolist() == [0, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     assert parts.positions(3, 7)[0].tolist() == [2, 3, 4, 5]
     assert parts.positions(9, 11).tolist() == [[8, 9]] * 3
+    text, ids = Pieces(3), [1, 2, 3, 4, 0, 0, 5, 6]
+    text.add(Prompt(ids), 0)
+    same = [parts.identity(start, start + 2, ids) == text.identity(start, start + 2, ids) for start in (0, 2, 6)]
+    assert same == [True, False, False]
 
 
 def test_pieces_are_found_as_a_whole_in_the_prefix_cache() -> None:
