@@ -91,6 +91,57 @@ def test_messages_follow_as_the_template_writes_them(llm: System) -> None:
     llm.run(body())
 
 
+def shown(seed: int) -> np.ndarray:
+    blocks = np.random.default_rng(seed).integers(0, 255, (4, 5, 3), dtype=np.uint8)
+    return np.kron(blocks, np.ones((28, 28, 1), np.uint8))
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "gemma3-vision"])  # positions on three axes, and plain ones
+def test_a_model_that_sees_goes_on(tmp_path: Path, family: str) -> None:
+    """With a text after an image, a second image after it, and the first image after a text."""
+
+    def said(text: str, *images: np.ndarray) -> dict[str, Any]:
+        content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
+        return {"messages": [{"role": "user", "content": content}], "sampling": GREEDY}
+
+    system = System(tiny(tmp_path / "model", family), stages={"llm": {"block_size": 4}})
+    lake, hills = shown(1), shown(2)
+
+    async def body() -> None:
+        omni = system.omni
+        begun = [await system.collect(kept(said(*asked))) for asked in (("What is this?", lake), ("Good morning!",))]
+        turns = [
+            (begun[0], said("And what is behind it?"), [lake]),
+            (begun[0], said("Is it this?", hills), [lake, hills]),
+            (begun[1], said("What is this?", hills), [hills]),
+        ]
+        prompts: list[list[int]] = []
+        wholes: list[RequestOutput] = []
+        answers: list[RequestOutput] = []
+        for first, more, images in turns:
+            prompts.append(await omni.tokenize({"messages": more["messages"], "previous": first.request_id}))
+            whole = {"prompt_token_ids": prompts[-1], "multi_modal_data": {"image": images}, "sampling": GREEDY}
+            wholes.append(await system.collect({**whole, "cache_salt": "apart"}))
+            answers.append(await system.collect(kept(more, first)))
+            assert_same(answers[-1], wholes[-1])
+            computed = first.usage.prompt_tokens + TOKENS - 1  # all but its last token
+            assert answers[-1].usage.cached_tokens >= computed // 4 * 4
+        asked = said("And whose?", lake)
+        last = {"messages": asked["messages"], "previous": answers[1].request_id}
+        ids = await omni.tokenize(last)
+        assert ids[: len(prompts[1]) + TOKENS] == [*prompts[1], *answers[1].token_ids["llm"]]
+        system.kill("llm")
+        for (first, more, _), whole in zip(turns, wholes, strict=True):
+            assert_same(await system.collect(kept(more, first)), whole)
+        at_once = {"prompt_token_ids": ids, "multi_modal_data": {"image": [lake, hills, lake]}, "sampling": GREEDY}
+        assert_same(await system.collect({**asked, **last}), await system.collect({**at_once, "cache_salt": "apart"}))
+
+    try:
+        system.run(body())
+    finally:
+        system.close()
+
+
 def test_an_omni_model_hears_and_says_what_it_did(plain_system: System, assets: Path) -> None:
     case = BY_NAME["image"]
     prompt = case.prompt(assets)

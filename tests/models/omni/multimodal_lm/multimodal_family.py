@@ -18,7 +18,7 @@ from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveContext
 from segue.engines.contract import Payload, StageOutput, StageRequest
 from segue.media.parts import PYTHON_POLICY, messages_from
-from segue.messages.request import Message, Request
+from segue.messages.request import Earlier, Message, Request
 from segue.messages.sampling import FALLBACK, SamplingParams
 from segue.models.omni.multimodal_lm.encoder import Encoder
 from segue.models.omni.multimodal_lm.input import InputProcessor
@@ -163,6 +163,18 @@ def beside(stage: InputProcessor, case: Case) -> None:
     )
     for prompt in prompts:
         assert_equal(stage.process(Request(request_id="r", messages=media, **prompt)), expected)
+
+
+def goes_on(stage: InputProcessor, case: Case) -> None:
+    """Check that what a request reads that goes on from a chat is what all of its ids, with the media, become."""
+    first = request_of(case)
+    begun = stage.process(first)["token_ids"].tolist()
+    made = stage.process(Request(request_id="r", prompt_token_ids=[3, 4, 5], earlier=[Earlier(first, [6, 7])]))
+    ids = made["token_ids"].tolist()
+    assert ids == [*begun, 6, 7, 3, 4, 5]
+    parts = sorted(first.media(), key=lambda part: part.kind)
+    media = [Message("user", [*parts])] if parts else []
+    assert_equal(stage.process(Request(request_id="r", prompt_token_ids=ids, messages=media)), made)
 
 
 def assert_equal(made: Any, expected: Any) -> None:

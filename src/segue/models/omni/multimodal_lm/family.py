@@ -73,6 +73,7 @@ FAMILY = Family(
     stages_module="segue.models.omni.multimodal_lm.stages",
     reference_module="segue.models.omni.multimodal_lm.reference",
     chats=chats,
+    goes_on=True,
     stage_keys=frozenset({"lora", "quantization"}),
     tiny_module="segue.models.omni.multimodal_lm.tiny.presets",
     tiny_names=TINY,

@@ -4,8 +4,9 @@ checkpoint's processor and chat template. `stages` documents the payload."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from segue.media.limits import MediaLimits
 from segue.media.video import decode_video
 from segue.messages.errors import InvalidRequest
 from segue.messages.request import MediaPart, Message, Request, TextPart
+from segue.messages.units import ids_of
 from segue.models.omni.multimodal_lm.loading import media_tokens
 from segue.models.omni.multimodal_lm.positions import Positions
 from segue.models.omni.multimodal_lm.processor import Medium, Processed, Processor
@@ -27,6 +29,7 @@ from segue.models.shared.checkpoint.pretrained import load_config
 from segue.models.shared.decoder.generation import context_length
 from segue.models.shared.input_stage import InputStage
 from segue.models.shared.text.chat_template import read_chat_template
+from segue.models.shared.text.going_on import after_a_reply, requests_of, without_second_end
 from segue.models.shared.text.placeholders import check_counts, check_no_media
 from segue.models.shared.text.prompt import (
     check_length,
@@ -64,6 +67,7 @@ class InputProcessor(InputStage):
 
     alone = True
     takes_embeds = True
+    goes_on = True
     _least = 2
     """Minimum tokens of a unit."""
 
@@ -85,40 +89,22 @@ class InputProcessor(InputStage):
     def process(self, request: Request) -> Payload:
         """The payload of one request. Raises `InvalidRequest` with the field, its value and the accepted values."""
         form = given_as(request, media=True, embeds=self.takes_embeds)
-        parts = self._checked(request.messages)
-        made: Processed | None = None
+        whole = requests_of(request)
+        self._limits.check_items(sum(len(one.media()) for one in whole), "messages")
+        ids: list[int] = []
         rows: list[torch.Tensor] = []
-        match form:
-            case "prompt_embeds":
-                check_idless(request, _TEXT_STAGE, form)
-                rows = [read_embeds(request.prompt_embeds or b"", self._width, self._longest, self._most_bytes)]
-                ids = [NO_TOKEN] * len(rows[0])
-            case "messages" if embedded := request.embedded():
-                ids, rows = self._embedded(request, embedded, parts)
-                made = self._spliced(ids, parts, form) if parts else None
-            case "messages":
-                text = self._templated(request, parts)
-                check_text(text, self._processor.tokenizer, request, self._longest, _TEXT_STAGE, form)
-                if parts:
-                    made = self._processed(text, parts, request, form)
-                else:
-                    ids = self._processor.plain(text, add_special_tokens=request.add_special_tokens)
-            case "prompt":
-                if parts:
-                    made = self._prompted(request, parts)
-                else:
-                    ids = tokenized(self._processor.tokenizer, request, self._longest, _TEXT_STAGE)
-            case _:
-                tokens = frozenset().union(*self._processor.tokens().values())
-                ids = checked_ids(request.prompt_token_ids or [], self._vocab, tokens)
-                if parts:
-                    made = self._spliced(ids, parts, form)
-        if made is not None:
-            ids = made.ids
-        elif form != "messages" and not own_tokens_only(request):
-            check_no_media(ids, self._processor.tokens(), form)
-        ids = truncated(ids, request, _TEXT_STAGE, self._longest, media=made is not None)
-        units = [] if made is None else self._units(made, Counter(part.kind for part in parts))
+        media: list[tuple[int, Processed]] = []
+        units: list[Payload] = []
+        for number, one in enumerate(whole):
+            if number:
+                ids += ids_of(request.earlier[number - 1].units)
+            own, rows, made = self._own(one, ids, follows=bool(number))
+            if made is not None:
+                start = len(ids) + len(own) - len(made.ids)
+                media.append((start, made))
+                shown = self._units(made, Counter(part.kind for part in one.media()))
+                units += ({**unit, "places": unit["places"] + start} for unit in shown)
+            ids = truncated([*ids, *own], one, _TEXT_STAGE, self._longest, media=bool(media))
         if not own_tokens_only(request):
             check_length(len(ids), self._longest, form, _shares(units))
         for unit in units:
@@ -127,22 +113,67 @@ class InputProcessor(InputStage):
         return {
             "token_ids": torch.tensor(ids, dtype=torch.long),
             **({"embeds": torch.cat(rows)} if rows else {}),
-            **({} if made is None else self._extra_entries(made)),
+            **(self._extra_entries(ids, media) if media else {}),
             "media": units,
             **(client_tokens(ids, self._processor.tokenizer) if TOKENS in request.modalities else {}),
         }
 
+    def _own(
+        self, request: Request, before: list[int], *, follows: bool
+    ) -> tuple[list[int], list[torch.Tensor], Processed | None]:
+        """The ids of a request itself, the rows of its embeddings, and its own prompt if it has media: the ids are the
+        last of it. `before`: the ids that it `follows`, if it does; then its media are put between its ids, because a
+        processor takes every text for a whole prompt, which it may begin and end (Llama 3.2 Vision, PaliGemma)."""
+        form = given_as(request, media=True, embeds=self.takes_embeds)
+        parts = self._checked(request.messages)
+        made: Processed | None = None
+        rows: list[torch.Tensor] = []
+        ids: list[int] = []
+        match form:
+            case "prompt_embeds":
+                check_idless(request, _TEXT_STAGE, form)
+                rows = [read_embeds(request.prompt_embeds or b"", self._width, self._longest, self._most_bytes)]
+                ids = [NO_TOKEN] * len(rows[0])
+            case "messages" if embedded := request.embedded():
+                ids, rows = self._embedded(request, embedded, parts)
+            case "messages":
+                text = self._templated(request, parts, follows=follows)
+                check_text(text, self._processor.tokenizer, request, self._longest, _TEXT_STAGE, form)
+                if parts and not follows:
+                    made = self._processed(text, parts, request, form)
+                else:
+                    ids = self._processor.plain(text, add_special_tokens=request.add_special_tokens)
+            case "prompt" if parts and not follows:
+                made = self._prompted(request, parts)
+            case "prompt":
+                ids = tokenized(self._processor.tokenizer, request, self._longest, _TEXT_STAGE)
+            case _:
+                tokens = frozenset().union(*self._processor.tokens().values())
+                ids = checked_ids(request.prompt_token_ids or [], self._vocab, tokens)
+        if parts and made is None:
+            made = self._spliced(ids, parts, form, follows=follows)
+        elif not parts and form != "messages" and not own_tokens_only(request):
+            check_no_media(ids, self._processor.tokens(), form)
+        ids = ids if made is None else made.ids
+        return (without_second_end(ids, before) if form == "messages" else ids), rows, made
+
     def _units(self, made: Processed, count: Mapping[str, int]) -> list[Payload]:
         return units_of(made, count)
 
-    def _extra_entries(self, made: Processed) -> Payload:
-        """Further payload entries of a prompt with media."""
-        positions = self._positions(made)
+    def _extra_entries(self, ids: list[int], media: Sequence[tuple[int, Processed]]) -> Payload:
+        """Further payload entries of a prompt with media: its ids, and the parts that have some, each with its
+        place."""
+        positions = self._positions(ids, media)
         return {} if positions is None else {"positions": positions[0], "position_delta": positions[1]}
 
-    def _templated(self, request: Request, parts: list[MediaPart], mark: str = "") -> str:
-        """The conversation with one placeholder per medium. `mark`: stands for a part that is embeddings."""
-        text = self._bare(request.messages) if self._template is None else self._chat(request, self._template, mark)
+    def _templated(self, request: Request, parts: list[MediaPart], mark: str = "", *, follows: bool = False) -> str:
+        """The conversation with one placeholder per medium. `mark`: stands for a part that is embeddings. `follows`:
+        only what the template writes after a reply."""
+        if self._template is None:
+            text = self._bare(request.messages, follows=follows)
+        else:
+            render = partial(self._chat, request, self._template, mark)
+            text = after_a_reply(request.messages, render) if follows else render(request.messages)
         for kind, placeholder in self._processor.placeholders.items():
             wanted = sum(part.kind == kind for part in parts)
             if (found := text.count(placeholder)) != wanted:
@@ -165,15 +196,20 @@ class InputProcessor(InputStage):
         adds = self._processor.adds(text) if request.add_special_tokens is None else request.add_special_tokens
         return in_place(marked.tokenizer(text, add_special_tokens=adds)["input_ids"], marked.token, rows), rows
 
-    def _chat(self, request: Request, template: str, mark: str) -> str:
+    def _chat(self, request: Request, template: str, mark: str, messages: list[Message]) -> str:
         conversation = [
             with_calls(turn(message, [_content(part, mark) for part in message.content]), number)
-            for number, message in enumerate(request.messages)
+            for number, message in enumerate(messages)
         ]
         return templated(self._processor.tokenizer, template, conversation, request.chat)
 
-    def _bare(self, messages: list[Message]) -> str:
+    def _bare(self, messages: list[Message], *, follows: bool) -> str:
         """For a checkpoint without a chat template: the only message, which must have media, unchanged."""
+        if follows:
+            raise InvalidRequest(
+                "previous is set, but this checkpoint has no chat template; go on with a prompt or prompt_token_ids",
+                field="messages",
+            )
         places = self._processor.placeholders
         if (
             len(messages) != 1
@@ -202,7 +238,6 @@ class InputProcessor(InputStage):
                     )
                 else:
                     media.append(part)
-        self._limits.check_items(len(media), "messages")
         return media
 
     def _check_text(self, text: str, field: str) -> None:
@@ -227,11 +262,11 @@ class InputProcessor(InputStage):
         with _refusals(form):
             return self._processor(text, media, add_special_tokens=request.add_special_tokens)
 
-    def _spliced(self, ids: list[int], parts: list[MediaPart], form: str) -> Processed:
-        """The ids of a prompt, with its media in their places."""
+    def _spliced(self, ids: list[int], parts: list[MediaPart], form: str, *, follows: bool) -> Processed:
+        """The ids of a prompt, with its media in their places. `follows`: as for `spliced`."""
         media = self._media(parts)
         with _refusals(form):
-            return self._moved(*spliced(self._processor, ids, media, form))
+            return self._moved(*spliced(self._processor, ids, media, form, follows=follows))
 
     def _moved(self, made: Processed, origin: list[int]) -> Processed:
         """`origin`: as `spliced` returns it; for tensors with an entry per token."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from segue.engines.contract import LoadContext
@@ -16,19 +19,26 @@ class Positions:
     def __init__(self, ctx: LoadContext) -> None:
         self._rope_index = rope_index_of(empty_model(ctx))
 
-    def __call__(self, processed: Processed) -> tuple[torch.Tensor, int] | None:
+    def __call__(self, ids: list[int], media: Sequence[tuple[int, Processed]]) -> tuple[torch.Tensor, int] | None:
         """([axes, T] long, delta: token T + i has position T + i + delta on all axes); None for plain positions.
 
-        Raises `InvalidRequest` if placeholders and media do not match.
+        `media`: the place of the first token of each part of the prompt that has media, and that part; all other tokens
+        are text. Raises `InvalidRequest` if placeholders and media do not match.
         """
         if self._rope_index is None:
             return None
-        assert processed.token_types is not None, "all processors of models with M-RoPE return them"
-        ids = torch.tensor([processed.ids]).clamp(min=0)  # rows without an id are text
-        given = {key: value for tensors in processed.tensors.values() for key, value in tensors.items()}
-        given |= {"mm_token_type_ids": torch.tensor([processed.token_types]), "attention_mask": torch.ones_like(ids)}
+        whole = torch.tensor([ids]).clamp(min=0)  # rows without an id are text
+        types = torch.zeros_like(whole)
+        given: dict[str, Any] = {}
+        for start, part in media:
+            assert part.token_types is not None, "all processors of models with M-RoPE return them"
+            types[0, start : start + len(part.ids)] = torch.tensor(part.token_types)
+            for tensors in part.tensors.values():
+                for key, value in taken_by(self._rope_index, tensors).items():
+                    given[key] = torch.cat([given[key], value]) if key in given else value
+        given |= {"mm_token_type_ids": types, "attention_mask": torch.ones_like(whole)}
         try:
-            positions, delta = self._rope_index(ids, **taken_by(self._rope_index, given))
+            positions, delta = self._rope_index(whole, **taken_by(self._rope_index, given))
         except (IndexError, ValueError, RuntimeError, TypeError, StopIteration) as error:
             raise InvalidRequest(
                 f"the prompt's placeholder tokens do not match its media ({error})", field="messages"

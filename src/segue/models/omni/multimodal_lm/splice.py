@@ -40,9 +40,10 @@ class _Bordered:
 
 
 def spliced(
-    processor: Processor, ids: Sequence[int], media: Mapping[str, Sequence[Medium]], field: str
+    processor: Processor, ids: Sequence[int], media: Mapping[str, Sequence[Medium]], field: str, *, follows: bool
 ) -> tuple[Processed, list[int]]:
-    """The prompt with its media, and [T] the position of each token in the processor's own result.
+    """The prompt with its media, and [T] the position of each token in the processor's own result. `follows`: it
+    follows another prompt, without what the processor puts at a prompt's beginning and end.
 
     Each medium has one placeholder, or each exactly the ids that the processor would put in its place. Raises
     `InvalidRequest` that names `field` otherwise, and the library's exceptions.
@@ -54,9 +55,9 @@ def spliced(
     if places is not None and not has_rows:
         blocks = _blocks(processor, ids, places)
         given = _run(processor, [block.text for block in blocks], media, field)
-        last = given.borders[-1]
-        edges = (range(given.borders[0]), range(last + 1, len(given.made.ids)))
-        return _assembled(ids, blocks, given, [given.span(index) for index in range(len(blocks))], edges)
+        edges = (range(given.borders[0]), range(given.borders[-1] + 1, len(given.made.ids)))
+        own = [given.span(index) for index in range(len(blocks))]
+        return _assembled(ids, blocks, given, own, (range(0), range(0)) if follows else edges)
     if not has_rows:
         apart = [kind for kind in rows if rows[kind] != processor.placeholder_ids[kind]]
         found = {kind: list(ids).count(processor.placeholder_ids[kind]) for kind in apart}
@@ -111,7 +112,7 @@ def _run(processor: Processor, texts: Sequence[str], media: Mapping[str, Sequenc
     borders = [place for place, each in enumerate(made.ids) if each == token]
     if len(borders) != len(texts) + 1:
         raise InvalidRequest(
-            f"this model's processor does not put media between token ids; send messages in place of {field}",
+            "this model's processor does not put media between token ids; send the whole conversation as messages",
             field=field,
         )
     return _Bordered(made, borders)

@@ -41,6 +41,10 @@ def without_second_end(ids: list[int], before: Sequence[int]) -> list[int]:
 
 def requests_of(request: Request) -> list[Request]:
     """Return a request and those before it, in order. Those that follow others are tokenized without special tokens,
-    unless they ask for them."""
+    unless they ask for them. Raises `InvalidRequest` if one of several has embeddings, whose places have no ids."""
     first, *later = [*(one.request for one in request.earlier), request]
+    if later and any(one.prompt_embeds is not None or one.embedded() for one in (first, *later)):
+        raise InvalidRequest(
+            "previous is set, but a part of the conversation is prompt_embeds: send it whole", field="previous"
+        )
     return [first, *(msgspec.structs.replace(one, add_special_tokens=bool(one.add_special_tokens)) for one in later)]

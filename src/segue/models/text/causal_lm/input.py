@@ -57,10 +57,6 @@ class InputProcessor(InputStage):
         """The payload of one request. Raises `InvalidRequest` with the field, its value and the accepted values."""
         form = given_as(request, embeds=True)
         whole = requests_of(request)
-        if request.earlier and any(one.prompt_embeds is not None or one.embedded() for one in whole):
-            raise InvalidRequest(
-                "previous is set, but a part of the conversation is prompt_embeds: send it whole", field="previous"
-            )
         if form == "prompt_embeds":
             return self._embedded(request)
         if parts := request.embedded():

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multimodal_family import SOUNDS, TEXT, Case, Run, Stages, answer, beside, processed
+from multimodal_family import SOUNDS, TEXT, Case, Run, Stages, answer, beside, goes_on, processed
 from multimodal_more import MORE
 from multimodal_newer import NEWER
 from multimodal_newest import NEWEST
@@ -74,6 +74,7 @@ def test_replies_are_those_of_generate(kind: str, tmp_path: Path) -> None:
         assert any(answer(tmp_path, given) != expected[case.name] for given in others), case.name
     for case in cases[1:]:
         beside(stages.input, case)
+        goes_on(stages.input, case)
     run = Run(stages, max_tokens_per_step=19, prefix_states=64)
     assert run(cases) == expected
     assert run(cases) == expected

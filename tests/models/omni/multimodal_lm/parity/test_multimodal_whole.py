@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from multimodal_family import Case, Run, Stages, answer, beside, processed, request_of, sent
+from multimodal_family import Case, Run, Stages, answer, beside, goes_on, processed, request_of, sent
 from multimodal_newest import PALIGEMMA, PALIGEMMA_2
 from multimodal_others import make
 
@@ -61,6 +61,7 @@ def test_the_prompt_is_the_librarys_and_one_span(made: Made) -> None:
 def test_the_processor_adds_its_tokens_to_the_clients_ids(made: Made) -> None:
     """A beginning of text after the image, a line break at the end."""
     beside(made.stages.input, CASES[0])
+    goes_on(made.stages.input, CASES[0])
 
 
 def test_replies_are_those_of_generate(made: Made) -> None:

@@ -52,8 +52,8 @@ class CrossInput(InputProcessor):
     def _units(self, made: Processed, count: Mapping[str, int]) -> list[Payload]:
         return units_by_image(made)
 
-    def _extra_entries(self, made: Processed) -> Payload:
-        return seen_tiles(made)
+    def _extra_entries(self, ids: list[int], media: Sequence[tuple[int, Processed]]) -> Payload:
+        return seen_tiles(len(ids), media)
 
     def _moved(self, made: Processed, origin: list[int]) -> Processed:
         tensors = made.tensors[KIND]
@@ -198,4 +198,5 @@ class _Example:
         ]
         self.shown_rows = len(rows[0])
         """n, the same for all images."""
-        self.payload: Payload = {"token_ids": torch.tensor(made.ids), "media": units, **seen_tiles(made)}
+        tiles = seen_tiles(len(made.ids), [(0, made)])
+        self.payload: Payload = {"token_ids": torch.tensor(made.ids), "media": units, **tiles}

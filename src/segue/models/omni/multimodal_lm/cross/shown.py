@@ -79,11 +79,19 @@ def units_by_image(processed: Processed) -> list[Payload]:
     return units
 
 
-def seen_tiles(processed: Processed) -> Payload:
-    """`{"seen": LongTensor [T, m], "tiles": t}`: how many tiles of each image a token sees."""
-    mask = processed.tensors[KIND][MASK][0]
-    assert torch.equal(mask, mask.cumprod(-1)), "padding tiles are the last ones"
-    return {"seen": mask.sum(-1), "tiles": mask.shape[-1]}
+def seen_tiles(length: int, parts: Sequence[tuple[int, Processed]]) -> Payload:
+    """`{"seen": LongTensor [T, m], "tiles": t}`: how many tiles of each image a token sees, in a prompt of `length`
+    tokens. `parts`: those of it that have images, each with the place of its first token."""
+    masks = [part.tensors[KIND][MASK][0] for _, part in parts]
+    seen = masks[0].new_zeros(length, sum(mask.shape[1] for mask in masks))
+    images = 0
+    for (start, _), mask in zip(parts, masks, strict=True):
+        assert torch.equal(mask, mask.cumprod(-1)), "padding tiles are the last ones"
+        seen[start : start + len(mask), images : images + mask.shape[1]] = mask.sum(-1)
+        images += mask.shape[1]
+    # a token behind such a part, and one before the images of the next, sees what the token before it sees
+    own = torch.where(seen.any(-1), torch.arange(length), 0).cummax(0).values
+    return {"seen": seen[own], "tiles": masks[0].shape[-1]}
 
 
 def shown_by(payload: Payload, media: Sequence[Payload]) -> Shown:
