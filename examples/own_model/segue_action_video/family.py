@@ -26,5 +26,6 @@ FAMILY = Family(
     stages_module="segue_action_video.stages",
     chats=lambda model_dir: False,
     appends=True,
+    goes_on=True,
     stage_keys=frozenset({"quantization"}),
 )

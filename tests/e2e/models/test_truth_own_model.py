@@ -100,6 +100,38 @@ def test_actions_appended_late_give_what_they_give_at_once(system: System, autho
     assert end.metrics.attempts == (1 if killed is None else 2)
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_video_goes_on(system: System, author: Author, killed: bool) -> None:
+    """From its last frame and from an earlier one, as if all actions had been sent at once."""
+    frames, actions = given(7 + killed, 2, 6)
+
+    def further(after: RequestOutput, actions: np.ndarray) -> dict[str, Any]:
+        return {**prompt(frames[:0], actions), "keep": True, "previous": after.request_id}
+
+    [first] = system.ask({**prompt(frames, actions[:3]), "keep": True})
+    check(author, first, frames, actions[:3])
+    if killed:
+        system.kill("trunk")
+    [second] = system.ask(further(first, actions[3:5]))
+    [third] = system.ask(further(second, actions[5:]))
+    [other] = system.ask(further(first, actions[5:]))
+    codes, video = author.imagine(frames, actions)
+    assert [token for output in (first, second, third) for token in output.token_ids["trunk"]] == codes
+    made = np.concatenate([output.videos[0].frames for output in (first, second, third)])
+    np.testing.assert_allclose(made, video, atol=0.5 + 1e-2)
+    codes, _ = author.imagine(frames, np.concatenate([actions[:3], actions[5:]]))
+    assert other.token_ids["trunk"] == codes[2 * PER_FRAME :]
+    assert second.usage.prompt_modalities["image"] == 4 * PER_FRAME
+    computed = 4 * PER_FRAME + 3 * 6 - 1  # all but the code that was drawn last
+    assert second.usage.cached_tokens == (0 if killed else computed // 8 * 8)
+    if killed:
+        system.run(system.replaced())
+    for content in (prompt(frames, actions[3:4]), prompt(frames[:0], actions[:0])):
+        with pytest.raises(InvalidRequest, match="send at least one item, and no image") as caught:
+            system.ask({**content, "previous": first.request_id})
+        assert caught.value.field == "messages"
+
+
 def test_frames_as_images(system: System) -> None:
     """A frame is an image as well, if that is asked for; tensors may stand beside the messages."""
     frames, actions = REQUESTS[1]

@@ -1,8 +1,8 @@
 """The input stage of a model whose sequence is frames, and items of a named tensor between them: a frame, an item, the
 next frame, and so on. After each item beyond the given frames the model draws a frame.
 
-Every such item is a piece of its own, whether it came with the request or was appended later: the result cannot depend
-on that."""
+Every such item is a piece of its own, whether it came with the request, was appended later, or is of a request that
+goes on from an earlier one: the result cannot depend on that."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import InvalidRequest, wrong
 from segue.messages.request import MediaPart, Message, Request
 from segue.messages.tensors import TensorSpec, items_of, tensor_part
+from segue.messages.units import ids_of
 from segue.models.shared.input_stage import InputStage
 from segue.models.shared.own_model.decoder import MODALITIES, TENSORS
 
@@ -28,6 +29,8 @@ _NO_SETTINGS = DiffusionParams()
 
 class FrameInput(InputStage):
     """Takes frames (images) and items of one tensor. Option: `limits`, a dict of `MediaLimits` fields."""
+
+    goes_on = True
 
     spec: TensorSpec
     """The tensor of the items, as the graph declares it."""
@@ -59,7 +62,13 @@ class FrameInput(InputStage):
         name = self.spec.name
         if appended and (frames or not items):
             raise InvalidRequest(f"a piece holds no {name}; append {name} alone", field="append")
-        if not appended and not frames:
+        if request.earlier and (frames or not items):
+            raise InvalidRequest(
+                f"previous is set; the frame that was drawn last is followed by {name}: send at least one item, and "
+                "no image",
+                field="messages",
+            )
+        if not appended and not frames and not request.earlier:
             raise InvalidRequest("messages hold no image; the model goes on from at least one", field="messages")
         least = max(0, len(frames) - request.open)
         if not appended and len(items) < least:
@@ -75,13 +84,21 @@ class FrameInput(InputStage):
         return made
 
     def process(self, request: Request) -> Payload:
-        """The payload of the frames, and of the items between them."""
+        """The payload of the frames, those drawn in reply to earlier requests among them, and of the items between
+        them."""
         _check_settings(request)
-        frames, items = self._given(request)
-        codes = self._codes(np.stack([self._pixels(part) for part in frames]))
+        codes: list[torch.Tensor] = []
+        between: list[MediaPart] = []
+        for one, units in [*((one.request, one.units) for one in request.earlier), (request, [])]:
+            frames, items = self._given(one)
+            if frames:
+                codes += self._codes(np.stack([self._pixels(part) for part in frames])).unbind()
+            if units:
+                codes += torch.tensor(ids_of(units)).split(len(codes[0]))
+            between += items
         marks = torch.full((self.spec.tokens,), self.placeholder)
-        ids = [part for frame in codes for part in (marks, frame)][1:]
-        return self._payload(torch.cat(ids), items, {"image": codes.numel()})
+        ids = torch.cat([part for frame in codes for part in (marks, frame)][1:])
+        return self._payload(ids, between, {"image": sum(map(len, codes))})
 
     def process_appended(self, request: Request) -> Payload:
         """The payload of an item."""
