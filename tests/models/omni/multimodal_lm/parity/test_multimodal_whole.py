@@ -13,7 +13,7 @@ from multimodal_others import make
 
 from segue.engines.autoregressive.schedule.jobs import Limits
 from segue.messages.errors import InvalidRequest
-from segue.messages.request import Request
+from segue.messages.request import Earlier, Message, Request
 from segue.models.omni.multimodal_lm.bidirectional import Sight
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # its processor's
@@ -62,6 +62,18 @@ def test_the_processor_adds_its_tokens_to_the_clients_ids(made: Made) -> None:
     """A beginning of text after the image, a line break at the end."""
     beside(made.stages.input, CASES[0])
     goes_on(made.stages.input, CASES[0])
+
+
+def test_it_ends_no_prompt_that_follows_another(made: Made) -> None:
+    """The beginning of text belongs to the image; there is no line break."""
+    stage, first = made.stages.input, request_of(CASES[0])
+    begun = stage.process(first)["token_ids"].tolist()
+    image = stage._processor.rows["image"]
+    follows = Request(request_id="r", prompt_token_ids=[3, image, 4], messages=[Message("user", [*first.media()])])
+    follows.earlier = [Earlier(first, [6, 7])]
+    shown = [*[image] * begun.count(image), stage._processor.tokenizer.bos_token_id]
+    assert begun[: len(shown)] == shown
+    assert stage.process(follows)["token_ids"].tolist() == [*begun, 6, 7, 3, *shown, 4]
 
 
 def test_replies_are_those_of_generate(made: Made) -> None:
