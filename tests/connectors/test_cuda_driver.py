@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from segue.connectors.device.cuda import GRANULE, CudaError, CudaMemory, _Driver, cuda_memory
+from segue.connectors.device.cuda import GRANULE, CudaError, CudaMemory, Driver, cuda_memory
 from segue.kernels.device import DeviceLost, device_lost, out_of_memory
 from segue.worker.stage import as_stage_error
 
@@ -87,7 +87,7 @@ def driver() -> FakeDriver:
 
 
 def memory_of(driver: FakeDriver) -> CudaMemory:
-    return CudaMemory(_Driver(driver, torch.device("cuda:3")))  # type: ignore[arg-type]
+    return CudaMemory(Driver(driver, torch.device("cuda:3")))  # type: ignore[arg-type]
 
 
 def test_what_is_exported_is_opened_and_both_are_given_back(driver: FakeDriver) -> None:

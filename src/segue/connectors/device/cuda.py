@@ -33,7 +33,7 @@ class _IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
 
 
-class _Driver:
+class Driver:
     """Calls libcuda in the primary context of one device, which is torch's context."""
 
     def __init__(self, library: ctypes.CDLL, device: torch.device) -> None:
@@ -45,6 +45,8 @@ class _Driver:
         self.call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(device.index))
         # kept for the life of the process, as in torch
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
+        self.number = number.value
+        """The driver's number of the device."""
 
     def status(self, name: str, *arguments: object) -> int:
         """Make a call and return its result code."""
@@ -86,7 +88,7 @@ class _Driver:
 class _Exported:
     """Device memory that this process has allocated."""
 
-    def __init__(self, driver: _Driver, address: int, handle: bytes) -> None:
+    def __init__(self, driver: Driver, address: int, handle: bytes) -> None:
         self._driver = driver
         self._address = address
         self.handle = handle
@@ -111,7 +113,7 @@ class _Exported:
 class _Imported:
     """Device memory that another process has allocated, mapped in this one."""
 
-    def __init__(self, driver: _Driver, address: int) -> None:
+    def __init__(self, driver: Driver, address: int) -> None:
         self._driver = driver
         self._address = address
 
@@ -133,7 +135,7 @@ class _Imported:
 class CudaMemory:
     """`DeviceMemory` (`memory`) of one CUDA device (with an index), as this process sees it."""
 
-    def __init__(self, driver: _Driver) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
     def owns(self, tensor: Tensor) -> bool:
@@ -168,10 +170,16 @@ class CudaMemory:
         self._driver.settle()
 
 
-def cuda_memory(device: torch.device) -> CudaMemory | None:
-    """Return the memory of a CUDA device; None if there is no `libcuda.so.1`."""
+def cuda_driver(device: torch.device) -> Driver | None:
+    """Return the driver of a CUDA device; None if there is no `libcuda.so.1`."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    return CudaMemory(_Driver(library, torch.device("cuda", device.index or 0)))
+    return Driver(library, torch.device("cuda", device.index or 0))
+
+
+def cuda_memory(device: torch.device) -> CudaMemory | None:
+    """Return the memory of a CUDA device; None if there is no `libcuda.so.1`."""
+    driver = cuda_driver(device)
+    return None if driver is None else CudaMemory(driver)
