@@ -2,160 +2,231 @@
 
 from __future__ import annotations
 
-import copy
 import fcntl
 import mmap
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
+from shared_net import IDS, WEIGHTS, WIDE, Net, descriptors, net, places
 from torch import nn
 
-from segue.kernels.cpu_kernels import cpu_kernels
-from segue.kernels.linear.linear import PackedLinear
-from segue.worker.process.shared_weights import LEAST_BYTES, one_at_a_time, share
+from segue.worker.process.host_weights import HostWeights
+from segue.worker.process.shared_weights import LEAST_BYTES, Memory, load_shared, share
+from segue.worker.process.weights_store import WeightsStore
 
-WIDE = 256
+KINDS = ["memfd"]
+everywhere = pytest.mark.parametrize("kind", KINDS)
+on_host = pytest.mark.parametrize("kind", KINDS)
+in_a_memfd = pytest.mark.parametrize("kind", KINDS[:1])
+
+
+@dataclass
+class Stage:
+    """A stage on one device, whose workers are networks of this process or of forks."""
+
+    kind: str
+    store: WeightsStore = field(default_factory=WeightsStore)
+
+    @property
+    def device(self) -> str:
+        return self.kind if self.kind.startswith("cuda") else "cpu"
+
+    def memory(self) -> Memory:
+        return HostWeights(self.store)
+
+    def net(self, seed: int = 0) -> Net:
+        return net(seed, self.device)
+
+    def answer(self, network: nn.Module) -> torch.Tensor:
+        return network(IDS.to(self.device))
+
+    def share(self, network: nn.Module, older: Iterable[nn.Module] = ()) -> int:
+        with self.store.locked():
+            return share(self.store, self.memory(), network.modules(), older)
 
 
 @pytest.fixture
-def memfd() -> Iterator[int]:
-    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    yield fd
-    os.close(fd)
+def stage(kind: str) -> Iterator[Stage]:
+    stage = Stage(kind)
+    yield stage
+    stage.store.close()
 
 
-class Net(nn.Module):
-    """A tied table, a joined weight of which two layers see a part, a half precision buffer, and small tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(WIDE, WIDE)
-        self.head = nn.Linear(WIDE, WIDE, bias=False)
-        self.head.weight = self.table.weight
-        joined = torch.randn(2 * WIDE, WIDE)
-        self.first, self.second = (nn.Linear(WIDE, WIDE) for _ in range(2))
-        self.first.weight = nn.Parameter(joined[:WIDE])
-        self.second.weight = nn.Parameter(joined[WIDE:])
-        self.register_buffer("scale", torch.randn(WIDE, 2 * WIDE).half().t())
-        self.packed: nn.Module = nn.Linear(WIDE, WIDE)
-        self.requires_grad_(False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.second(self.first(self.table(ids)))
-        return self.head(self.packed(x)) @ self.scale[:WIDE].float()
+def forked(worker: Callable[[], None]) -> int:
+    """Run a worker in a fork until it is killed or has killed itself; return the signal."""
+    if (pid := os.fork()) == 0:
+        try:
+            torch.set_num_threads(1)  # those of the pool were not forked
+            worker()
+        finally:
+            os._exit(1)
+    return os.WTERMSIG(os.waitpid(pid, 0)[1])
 
 
-def net(seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    made = Net().eval()
-    if cpu_kernels() is not None:  # in panels, as a stage's network is
-        made.packed = PackedLinear(made.packed, 8)  # type: ignore[arg-type]
-    return made
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def places(network: nn.Module) -> dict[str, str]:
-    """Tensor → what its memory is mapped from."""
-    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    spans = [(*(int(end, 16) for end in line[0].split("-")), line[5] if len(line) > 5 else "") for line in lines]
-    return {
-        name: next(path for start, end, path in spans if start <= tensor.data_ptr() < end)
-        for name, tensor in network.state_dict(keep_vars=True).items()
-    }
-
-
-IDS = torch.arange(WIDE)
-
-
-def test_the_first_worker_fills_and_the_next_ones_map(memfd: int) -> None:
-    one, other = net(), net()
-    wanted = one(IDS)
-    with one_at_a_time(memfd):
-        shared = share(memfd, one.modules())
-    weights = 4 * 4 * WIDE * WIDE + 2 * WIDE * 2 * WIDE
-    assert weights <= shared <= 1.1 * weights
-    with one_at_a_time(memfd):
-        assert share(memfd, other.modules()) == shared
+@everywhere
+def test_the_first_worker_fills_and_the_next_ones_map(stage: Stage) -> None:
+    one, other = stage.net(), stage.net()
+    wanted, before = stage.answer(one), descriptors()
+    shared = stage.share(one)
+    assert WEIGHTS <= shared <= 1.1 * WEIGHTS
+    assert stage.share(other) == shared
     for network in (one, other):
-        found = places(network)
-        assert {name for name, path in found.items() if path == "/memfd:test"} >= {
-            "table.weight",
-            "first.weight",
-            "scale",
-        }
-        assert "/memfd:test" not in found["first.bias"], "too small"
         assert network.head.weight is network.table.weight
-        assert torch.equal(network(IDS), wanted)
+        assert torch.equal(stage.answer(network), wanted)
     assert one.table.weight.data_ptr() != other.table.weight.data_ptr()
+    if stage.device == "cpu":
+        assert descriptors() == before
+        how = "rw-p /memfd:segue-weights"
+        for network in (one, other):
+            found = places(network)
+            assert {name for name in found if found[name] == how} >= {"table.weight", "first.weight", "scale"}
+            assert "memfd" not in found["first.bias"], "too small"
 
 
-def test_only_equal_weights_are_shared(memfd: int) -> None:
-    one, other = net(), net()
-    other.table.weight[WIDE // 2, 3] += 1
-    wanted = other(IDS)
-    whole = share(memfd, one.modules())
-    assert share(memfd, other.modules()) == whole - 4 * WIDE * WIDE
-    assert torch.equal(other(IDS), wanted)
-    assert share(memfd, net(1).modules()) == 0
+@everywhere
+def test_only_equal_weights_are_shared(stage: Stage) -> None:
+    one, other = stage.net(), stage.net()
+    other.table.weight[WIDE // 2 + 8, 3] += 1  # not among the samples of a key
+    wanted = stage.answer(other)
+    whole = stage.share(one)
+    assert stage.share(other) == whole - 4 * WIDE * WIDE
+    assert torch.equal(stage.answer(other), wanted)
+    assert stage.share(stage.net(1)) == 0
 
 
-def test_who_writes_to_a_weight_has_a_copy(memfd: int) -> None:
-    one, other = net(), net()
-    share(memfd, one.modules())
-    share(memfd, other.modules())
+@everywhere
+def test_weights_of_older_networks_stay_where_they_are(stage: Stage) -> None:
+    """Those of a stage that the worker has built already: it may have captured their addresses."""
+    older, newer = stage.net(), stage.net(1)
+    newer.table.weight = newer.head.weight = older.table.weight
+    place = older.table.weight.data_ptr()
+    shared = stage.share(newer, older.modules())
+    assert WEIGHTS - 4 * WIDE * WIDE <= shared < WEIGHTS
+    assert newer.table.weight.data_ptr() == place
+
+
+@on_host
+def test_the_weights_outlive_the_worker_that_filled_the_store(stage: Stage) -> None:
+    first, network = stage.net(), stage.net()
+
+    def worker() -> None:
+        stage.share(first)
+        die()
+
+    assert forked(worker) == signal.SIGKILL
+    assert stage.store.sealed
+    wanted = stage.answer(network)
+    assert stage.share(network) >= WEIGHTS
+    assert torch.equal(stage.answer(network), wanted)
+
+
+@on_host
+@pytest.mark.parametrize("point", ["write", "keep", "seal"])
+def test_a_worker_that_dies_while_it_fills_leaves_it_to_the_next(stage: Stage, point: str) -> None:
+    """kill -9 in the middle of the weights, when all are there, and when only the seal is missing. Its weights are
+    others than those of the next one, which must not find them."""
+
+    first = stage.net(1)
+
+    def worker() -> None:
+        memory, count = stage.memory(), iter(range(3))
+
+        def write(data: torch.Tensor, place: int, copy: Callable[[torch.Tensor, int], None] = memory.write) -> None:
+            copy(data, place)
+            if next(count) == 1:
+                die()
+
+        if point == "write":
+            memory.write = write  # type: ignore[method-assign]
+        elif point == "keep":
+            memory.keep = die  # type: ignore[method-assign]
+        else:
+            stage.store.seal = die  # type: ignore[method-assign]
+        with stage.store.locked():
+            share(stage.store, memory, first.modules())
+
+    assert forked(worker) == signal.SIGKILL
+    assert not stage.store.sealed
+    one, other = stage.net(), stage.net()
+    wanted = stage.answer(one)
+    shared = stage.share(one)
+    assert shared >= WEIGHTS
+    assert stage.share(other) == shared
+    assert torch.equal(stage.answer(other), wanted)
+    assert stage.share(stage.net(1)) == 0
+
+
+@in_a_memfd
+def test_the_lock_of_a_worker_that_was_killed_is_free(stage: Stage) -> None:
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        with stage.store.locked():
+            os.write(write, b".")
+            signal.pause()
+    os.read(read, 1)
+    with pytest.raises(OSError, match="temporarily unavailable"):
+        fcntl.lockf(stage.store.memfd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    with stage.store.locked():
+        pass
+
+
+@in_a_memfd
+def test_who_writes_to_a_weight_has_a_copy(stage: Stage) -> None:
+    one, other, third = (stage.net() for _ in range(3))
+    stage.share(one)
+    stage.share(other)
     one.table.weight.zero_()
     assert other.table.weight.count_nonzero() == WIDE * WIDE
-    third = net()
-    assert share(memfd, third.modules())
+    assert stage.share(third)
     assert torch.equal(third(IDS), other(IDS))
     with pytest.raises(PermissionError):
-        os.pwrite(memfd, b"\0" * 4096, 0)
+        os.pwrite(stage.store.memfd, b"\0" * 4096, 0)
     with pytest.raises(PermissionError):
-        os.ftruncate(memfd, 0)
+        os.ftruncate(stage.store.memfd, 0)
 
 
-def test_weights_are_shared_once_and_files_not_at_all(memfd: int, tmp_path: Path) -> None:
-    one = net()
-    assert share(memfd, one.modules()) > 0
-    again = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    assert share(again, one.modules()) == 0, "they are mapped already"
-    os.close(again)
+@in_a_memfd
+def test_weights_are_shared_once_and_files_not_at_all(stage: Stage, tmp_path: Path) -> None:
+    one = stage.net()
+    assert stage.share(one) > 0
+    again = Stage(stage.kind)
+    assert again.share(one) == 0, "they are mapped already"
+    again.store.close()
     path = tmp_path / "weights"
     path.write_bytes(bytes(LEAST_BYTES))
     with open(path, "rb") as file:
         layer = nn.Linear(16, LEAST_BYTES // 64, bias=False).requires_grad_(False)
         mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
     layer.weight.set_(torch.frombuffer(mapped, dtype=torch.float32).view(LEAST_BYTES // 64, 16))
-    assert share(memfd, [layer]) == 0
+    assert stage.share(layer) == 0
 
 
-def test_a_worker_that_dies_while_it_fills_leaves_it_to_the_next(memfd: int) -> None:
-    """kill -9 while it holds the lock: the next one has it at once, and starts anew."""
-    read, write = os.pipe()
-    if (pid := os.fork()) == 0:
-        fcntl.lockf(memfd, fcntl.LOCK_EX)
-        os.pwrite(memfd, b"\xff" * (3 << 20), 0)
-        os.write(write, b".")
-        signal.pause()
-    os.read(read, 1)
-    with pytest.raises(OSError, match="temporarily unavailable"):
-        fcntl.lockf(memfd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    one, other = net(), net()
-    with one_at_a_time(memfd):
-        shared = share(memfd, one.modules())
-    assert shared
-    assert share(memfd, copy.deepcopy(other).modules()) == shared
-
-
-def test_a_memfd_that_cannot_be_filled_changes_nothing(memfd: int, caplog: pytest.LogCaptureFixture) -> None:
-    fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
-    one = net()
+@in_a_memfd
+def test_a_memfd_that_cannot_be_filled_changes_nothing(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    fcntl.fcntl(stage.store.memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+    one = stage.net()
     wanted = one(IDS)
-    assert share(memfd, one.modules()) == 0
+    assert stage.share(one) == 0
     assert "not shared between the workers" in caplog.text
     assert torch.equal(one(IDS), wanted)
+
+
+@in_a_memfd
+def test_a_worker_shares_what_it_loads(stage: Stage) -> None:
+    """And only that: no network that it had before."""
+    before = stage.net(1)
+    one, shared = load_shared(stage.store, stage.net)
+    assert WEIGHTS <= shared <= 1.1 * WEIGHTS
+    assert places(one)["table.weight"].endswith("segue-weights")
+    assert "memfd" not in places(before)["table.weight"]

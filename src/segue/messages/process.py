@@ -46,8 +46,8 @@ class WorkerSpec(msgspec.Struct, kw_only=True):
     load_format: str = "auto"
     transforms: list[str] | None = None
     """As in `ModelSource`."""
-    shared: list[str] = []
-    """Stages whose weights it shares with other workers."""
+    shared: dict[str, str] = {}
+    """Stages whose weights it shares with other workers → the device."""
     skip_tokenizer_init: bool = False
     network: Network | None = None
     """None: all workers are on one host."""

@@ -15,9 +15,10 @@ from segue.messages.process import WorkerSpec
 from segue.observe.logging import configure_logging
 from segue.observe.stderr import say
 from segue.worker.process.forkserver import serve
+from segue.worker.process.weights_store import WeightsStore
 
 
-def _run(spec: WorkerSpec, weights: Mapping[str, int]) -> None:
+def _run(spec: WorkerSpec, weights: Mapping[str, WeightsStore]) -> None:
     from segue.worker.process.life import run  # after the preload: it imports torch
 
     run(spec, weights)

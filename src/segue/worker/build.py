@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -24,7 +24,7 @@ from segue.graph.deployment.deployment import EdgePlan, Limits
 from segue.graph.deployment.stage_plan import StagePlan
 from segue.graph.kinds.registry import plan_from
 from segue.graph.parts import OUTPUT, is_input, own_name
-from segue.kernels.device import give_back
+from segue.kernels.device import give_back_on
 from segue.messages.errors import ConfigError
 from segue.messages.process import WorkerSpec
 from segue.messages.wire import Loading, StageFacts
@@ -37,7 +37,8 @@ from segue.worker.file_maker import FileMaker
 from segue.worker.kinds.kind import Host, check_contract, worker_kind
 from segue.worker.process.device import on_device, work_on
 from segue.worker.process.ranks import Followers, load_context, threads_of
-from segue.worker.process.shared_weights import modules, one_at_a_time, share
+from segue.worker.process.shared_weights import load_shared
+from segue.worker.process.weights_store import WeightsStore
 from segue.worker.stage import StageRunner
 
 
@@ -62,12 +63,12 @@ def build(
     report: Callable[[Loading], None],
     host: Host,
     ranks: Followers | None = None,
-    weights: Mapping[str, int] = MappingProxyType({}),
+    weights: Mapping[str, WeightsStore] = MappingProxyType({}),
 ) -> Built:
     """Load every stage of this worker. Exceptions of loading propagate; the caller reports them.
 
     `host`: what the worker offers its engines. `ranks`: set if its one stage has several processes. `weights`:
-    memfds of the weights that it shares with other workers, by stage.
+    stores of the weights that it shares with other workers, by stage.
     """
     family = families()[spec.family]
     plans = [plan_from(stage) for stage in spec.stages]
@@ -97,14 +98,13 @@ def build(
             context.options["max_prompt_embeds_bytes"] = limits.max_prompt_embeds_bytes
         own = own_name(plan.name)
         factory = FileMaker if own == OUTPUT else _of(stages_module.STAGE_MODELS, own, family, "STAGE_MODELS")
-        memfd = weights.get(plan.name)
-        with nullcontext() if memfd is None else one_at_a_time(memfd):
-            model = _model(factory, context, plan, ranks)
-            if memfd is not None:
-                shared_bytes += share(memfd, modules())
+        load = partial(_model, factory, context, plan, ranks)
+        store = weights.get(plan.name)
+        model, shared = (load(), 0) if store is None else load_shared(store, load)
+        shared_bytes += shared
         if is_input(plan.name) and spec.transforms is not None:
             model = Bridge(model, spec.transforms, chats=family.chats(context.model_dir))
-        give_back()
+        give_back_on(device)
         kind = worker_kind(plan.engine)
         facts[plan.name] = kind.facts(model)
         if isinstance(model, HasVoices):

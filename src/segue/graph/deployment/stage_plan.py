@@ -83,3 +83,7 @@ class StagePlan:
     def device_of(self, replica: int, rank: int = 0) -> str:
         """Return the device of rank `rank` of replica number `replica` (both from 0)."""
         return self.devices[(replica * self.ranks + rank) % len(self.devices)]
+
+    def place_of(self, replica: int) -> tuple[str, str]:
+        """Return the node and (of rank 0) the device of replica number `replica` (from 0)."""
+        return self.node_of(replica), self.device_of(replica)

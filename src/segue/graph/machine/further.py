@@ -20,7 +20,8 @@ def further_workers(plan: Plan, weights: Mapping[str, int]) -> str:
 
 def _row(plan: Plan, group: tuple[str, ...], weights: Mapping[str, int]) -> list[str]:
     stages = [plan.stages[name] for name in group]
-    shared = all(shares_weights(stage, stage.replicas + 1) for stage in stages)
+    places = [stages[0].place_of(replica) for replica in range(stages[0].replicas + 1)]
+    shared = all(shares_weights(stage, places.count(places[-1])) for stage in stages)
     known = all(name in weights for name in group)
     mine = sum(weights[name] for name in group) if known else 0
     written = _size(mine) if known else "not known"

@@ -308,8 +308,11 @@ class Supervisor:
         mine = set(replica.group)
         stages = self._plan.stages if host.hardware is None else stages_on(self._plan, replica.node, host.hardware)
         source = self._sources[member_of(replica.group[0])]
-        more = self._plan.moves is not None or self._plan.stages[replica.group[0]].scaling is not None  # may come
-        workers = len(self.replicas.of_group(replica.group)) + more
+        first = self._plan.stages[replica.group[0]]
+        more = self._plan.moves is not None or first.scaling is not None  # may come
+        here = first.place_of(replica.index)
+        places = [first.place_of(other.index) for other in self.replicas.of_group(replica.group)]
+        workers = places.count(here) + more
         edges = [edge for edge in self._plan.edges if edge.source in mine or edge.target in mine]
         self._placement.spawn(
             WorkerSpec(
@@ -326,7 +329,7 @@ class Supervisor:
                 orchestrator=self._address,
                 connector=f"{host.runtime_dir}/{replica.worker}.shm",
                 load_format=self._load_format,
-                shared=[name for name in replica.group if shares_weights(self._plan.stages[name], workers)],
+                shared={name: here[1] for name in replica.group if shares_weights(self._plan.stages[name], workers)},
                 skip_tokenizer_init=self._plan.skip_tokenizer_init,
                 network=host.network,
             ),

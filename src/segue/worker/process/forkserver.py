@@ -35,6 +35,7 @@ from segue.messages.process import (
     to_fork_server,
 )
 from segue.worker.process.processes import adopt_orphans, end_children, live, name_process
+from segue.worker.process.weights_store import WeightsStore
 
 log = logging.getLogger(__name__)
 
@@ -44,14 +45,14 @@ def serve(
     runtime_dir: str,
     preload: list[str],
     configure: Callable[[], None],
-    run: Callable[[WorkerSpec, Mapping[str, int]], None],
+    run: Callable[[WorkerSpec, Mapping[str, WeightsStore]], None],
     no_kernels: Callable[[], str],
 ) -> None:
     """Answer `Spawn` and report `Exited` until the orchestrator's end closes.
 
     `preload`: modules imported before the first fork. `configure`: sets up the logs; called after each import, since
     libraries give themselves log handlers when they are imported. `run`: runs a worker, called in the child, with the
-    memfds of the weights that it shares, by stage.
+    stores of the weights that it shares, by stage.
     `no_kernels`: returns why there are no compiled kernels, or nothing; called here, once for all workers.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -80,12 +81,13 @@ def serve(
 
 
 class _Server:
-    def __init__(self, control: socket.socket, run: Callable[[WorkerSpec, Mapping[str, int]], None]) -> None:
+    def __init__(self, control: socket.socket, run: Callable[[WorkerSpec, Mapping[str, WeightsStore]], None]) -> None:
         self.control = control
         self.run = run
-        self.children: dict[int, str] = {}
-        self.weights: dict[str, int] = {}
-        """Stage → the memfd of the weights that its workers share (`segue.worker.process.shared_weights`)."""
+        self.children: dict[int, WorkerSpec] = {}
+        self.weights: dict[tuple[str, str], WeightsStore] = {}
+        """(stage, device) → what its workers share their weights by (`segue.worker.process.shared_weights`), as long as
+        one of them lives."""
 
     def loop(self) -> None:
         wake_read, wake_write = socket.socketpair()
@@ -121,12 +123,12 @@ class _Server:
         message = to_fork_server.decode(data)
         if isinstance(message, Spawn):
             spec, parent = message.spec, os.getpid()
-            for stage in spec.shared:
-                if stage not in self.weights:
-                    self.weights[stage] = os.memfd_create("segue-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            for place in spec.shared.items():
+                if place not in self.weights:
+                    self.weights[place] = WeightsStore()
             if (pid := os.fork()) == 0:
                 live(parent, f"segue-{spec.worker}", lambda: self.worker(spec))
-            self.children[pid] = spec.worker
+            self.children[pid] = spec
             self.control.send(encode(Spawned(worker=spec.worker, pid=pid)))
         elif isinstance(message, Kill) and message.pid in self.children:
             os.kill(message.pid, signal.SIGKILL)
@@ -137,17 +139,24 @@ class _Server:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            if worker := self.children.pop(pid, None):
-                self.control.send(encode(Exited(worker=worker, pid=pid, how=_describe(status))))
+            if spec := self.children.pop(pid, None):
+                self.close_weights()
+                self.control.send(encode(Exited(worker=spec.worker, pid=pid, how=_describe(status))))
+
+    def close_weights(self) -> None:
+        """Give up what no worker shares any more: a worker that comes again then needs the memory of one copy only."""
+        used = {place for spec in self.children.values() for place in spec.shared.items()}
+        for place in self.weights.keys() - used:
+            self.weights.pop(place).close()
 
     def worker(self, spec: WorkerSpec) -> None:
         """Run a worker, in the child."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.control.close()
-        for stage in self.weights.keys() - set(spec.shared):
-            os.close(self.weights.pop(stage))
-        self.run(spec, self.weights)
+        for place in self.weights.keys() - spec.shared.items():
+            self.weights.pop(place).close()
+        self.run(spec, {stage: store for (stage, _), store in self.weights.items()})
 
 
 def _describe(status: int) -> str:

@@ -16,6 +16,7 @@ from segue.worker.edges.peers import Peers
 from segue.worker.kinds.kind import Host
 from segue.worker.process.compilers import fork_home
 from segue.worker.process.ranks import fork_ranks
+from segue.worker.process.weights_store import WeightsStore
 from segue.worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -24,8 +25,8 @@ START_FAILED_PATIENCE = 60.0
 """Seconds for the orchestrator to receive why a worker could not start; if it dies, this process dies, too."""
 
 
-def run(spec: WorkerSpec, weights: Mapping[str, int]) -> None:
-    """Build and run a worker until it exits; called in a process of its own. `weights`: memfds of shared weights, by
+def run(spec: WorkerSpec, weights: Mapping[str, WeightsStore]) -> None:
+    """Build and run a worker until it exits; called in a process of its own. `weights`: stores of shared weights, by
     stage."""
     # transformers warns at each load of every config in which one part names ids of another part's vocabulary
     logging.getLogger("transformers").setLevel(logging.ERROR)
