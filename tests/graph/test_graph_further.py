@@ -7,6 +7,7 @@ from typing import Any
 
 from segue.graph.deployment.deployment import Hardware, Plan
 from segue.graph.machine.further import further_workers
+from segue.graph.stage_graph import StageGraph
 
 GiB = 1 << 30
 SHARES = {"encoder": 0.1, "thinker": 0.4, "talker": 0.2, "vocoder": 0.1}
@@ -34,11 +35,28 @@ def test_on_a_cpu_it_has_the_weights_already(plan: Callable[..., Plan]) -> None:
     assert found.keys().isdisjoint(("input", "output")), "they have no weights"
 
 
-def test_on_a_gpu_and_with_several_processes_it_has_its_own(plan: Callable[..., Plan]) -> None:
+def test_on_a_gpu_it_has_them_if_a_worker_there_has(plan: Callable[..., Plan]) -> None:
+    two = Hardware(4, 10 * GiB, (10 * GiB, 10 * GiB))
     found = rows(plan(deployment(devices="cuda:0"), hardware=Hardware(4, 10 * GiB, (10 * GiB,))), WEIGHTS)
-    assert found["thinker"] == ["2.0 GiB", "at most 1.6 GiB", "at most 410 MiB", "at most 4.0 GiB"]
+    assert found["thinker"] == ["shared (2.0 GiB)", "at most 1.6 GiB", "at most 410 MiB", "at most 2.0 GiB"]
     unknown = rows(plan(deployment(devices="cuda:0"), hardware=Hardware(4, 10 * GiB, (0,))), WEIGHTS)
-    assert unknown["thinker"] == ["2.0 GiB", "not known", "not known", "not known"]
+    assert unknown["thinker"] == ["shared (2.0 GiB)", "not known", "not known", "not known"]
+    third = rows(plan(deployment(devices=["cuda:0", "cuda:1"]), hardware=two), WEIGHTS)
+    assert third["thinker"][0] == "shared (2.0 GiB)", "it is the second one on cuda:0"
+
+
+def test_on_another_host_and_with_several_processes_it_has_its_own(plan: Callable[..., Plan]) -> None:
+    graph, three = StageGraph("two"), Hardware(4, 10 * GiB, (10 * GiB,) * 3)
+    graph.stage("thinker", "autoregressive", takes={"text"}, gives={"text"})
+    graph.stage("talker", "autoregressive", gives={"audio"}, divisible=True)
+    graph.edge("thinker", "talker")
+    stages = {
+        "thinker": {"devices": ["cuda:0", "cuda:1", "cuda:2"], "node": ["server", "node1"]},
+        "talker": {"devices": ["cuda:0", "cuda:1"], "tensor_parallel": 2},
+    }
+    found = rows(plan({"stages": stages}, graph=graph, hardware=three), WEIGHTS)
+    assert found["thinker"][0] == "2.0 GiB", "it is the first one on cuda:0 of node1"
+    assert found["talker"][0] == "1.0 GiB"
 
 
 def test_stages_of_one_worker_are_one_row(plan: Callable[..., Plan]) -> None:

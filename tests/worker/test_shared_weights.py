@@ -1,4 +1,5 @@
-"""Workers of a stage share their weights in a memfd: what is equal is mapped, and nothing else changes."""
+"""Workers of a stage share their weights: what is equal is mapped, and nothing else changes. In a memfd as on a CPU, in
+chunks as on a GPU over a driver of memfds, and on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -12,15 +13,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from shared_net import IDS, WEIGHTS, WIDE, Net, descriptors, net, places
+from shared_net import IDS, WEIGHTS, WIDE, HostCuda, Net, OnHost, descriptors, net, places
 from torch import nn
 
+from segue.worker.process.cuda_weights import cuda_weights
 from segue.worker.process.host_weights import HostWeights
 from segue.worker.process.shared_weights import LEAST_BYTES, Memory, load_shared, share
 from segue.worker.process.weights_store import WeightsStore
 
-KINDS = ["memfd"]
-everywhere = pytest.mark.parametrize("kind", KINDS)
+KINDS = ["memfd", "chunks"]
+CUDA = pytest.param(
+    "cuda:0",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+)
+everywhere = pytest.mark.parametrize("kind", [*KINDS, CUDA])
 on_host = pytest.mark.parametrize("kind", KINDS)
 in_a_memfd = pytest.mark.parametrize("kind", KINDS[:1])
 
@@ -37,7 +43,13 @@ class Stage:
         return self.kind if self.kind.startswith("cuda") else "cpu"
 
     def memory(self) -> Memory:
-        return HostWeights(self.store)
+        if self.kind == "memfd":
+            return HostWeights(self.store)
+        if self.kind == "chunks":
+            return OnHost(self.store, HostCuda())
+        found = cuda_weights(self.store, torch.device(self.kind))
+        assert found is not None
+        return found
 
     def net(self, seed: int = 0) -> Net:
         return net(seed, self.device)
@@ -85,7 +97,7 @@ def test_the_first_worker_fills_and_the_next_ones_map(stage: Stage) -> None:
     assert one.table.weight.data_ptr() != other.table.weight.data_ptr()
     if stage.device == "cpu":
         assert descriptors() == before
-        how = "rw-p /memfd:segue-weights"
+        how = {"memfd": "rw-p /memfd:segue-weights", "chunks": "r--s /memfd:chunk"}[stage.kind]
         for network in (one, other):
             found = places(network)
             assert {name for name in found if found[name] == how} >= {"table.weight", "first.weight", "scale"}
@@ -226,7 +238,16 @@ def test_a_memfd_that_cannot_be_filled_changes_nothing(stage: Stage, caplog: pyt
 def test_a_worker_shares_what_it_loads(stage: Stage) -> None:
     """And only that: no network that it had before."""
     before = stage.net(1)
-    one, shared = load_shared(stage.store, stage.net)
+    one, shared = load_shared(stage.store, torch.device("cpu"), stage.net)
     assert WEIGHTS <= shared <= 1.1 * WEIGHTS
     assert places(one)["table.weight"].endswith("segue-weights")
     assert "memfd" not in places(before)["table.weight"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
+@in_a_memfd
+def test_without_a_driver_nothing_is_shared(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    one, shared = load_shared(stage.store, torch.device("cuda:0"), stage.net)
+    assert shared == 0
+    assert "memfd" not in "".join(places(one).values())
+    assert "cuda:0" in caplog.text

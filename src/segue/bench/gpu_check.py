@@ -86,8 +86,8 @@ def steps(out: Path) -> list[Step]:
     return [
         Step(
             name="A",
-            what="kernels and connectors against their references",
-            command=[*tests, "tests/kernels", "tests/connectors"],
+            what="kernels, connectors and shared weights against their references",
+            command=[*tests, "tests/kernels", "tests/connectors", "tests/worker"],
             minutes=4,
             expected="all pass; at risk: out of resources at width 512 in float32",
         ),

@@ -100,7 +100,7 @@ def build(
         factory = FileMaker if own == OUTPUT else _of(stages_module.STAGE_MODELS, own, family, "STAGE_MODELS")
         load = partial(_model, factory, context, plan, ranks)
         store = weights.get(plan.name)
-        model, shared = (load(), 0) if store is None else load_shared(store, load)
+        model, shared = (load(), 0) if store is None else load_shared(store, device, load)
         shared_bytes += shared
         if is_input(plan.name) and spec.transforms is not None:
             model = Bridge(model, spec.transforms, chats=family.chats(context.model_dir))

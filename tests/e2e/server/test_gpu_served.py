@@ -144,6 +144,29 @@ def test_a_killed_worker(made: dict[str, Path], device: str) -> None:
     assert [output.token_ids["llm"] for output in outputs] == library_tokens(directory, device)
 
 
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.nightly), CUDA])
+def test_two_workers_of_one_device(made: dict[str, Path], device: str) -> None:
+    """They share their weights, also with one that comes after the first has been killed, and captured graphs read them
+    there."""
+    directory = checkpoint(made, "llama")
+    system = System(directory, defaults={"devices": [device]}, stages={"llm": {"replicas": 2}})
+    asked = [{"prompt_token_ids": prompt, "sampling": GREEDY} for prompt in PROMPTS * 4]
+    try:
+        system.run(system.all_ready())
+        outputs = system.ask(*asked)
+        shared = system.run(system.stats("llm", "shared_weight_bytes", lambda found: len(found) == 2))
+        for replica in (0, 1):
+            system.kill_worker(system.pid("llm", replica))
+            system.run(system.replaced())
+        outputs += system.ask(*asked)
+        again = system.run(system.stats("llm", "shared_weight_bytes", lambda found: len(found) == 2))
+    finally:
+        system.close()
+    assert again == shared
+    assert shared[0] == shared[1] > 1 << 16
+    assert [output.token_ids["llm"] for output in outputs] == library_tokens(directory, device) * 8
+
+
 IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen-image": ("QwenImagePipeline", {"height": 64, "width": 64, "true_cfg_scale": 3.0}),
     "wan": ("WanPipeline", {"height": 64, "width": 64, "num_frames": 9, "guidance_scale": 4.0}),

@@ -58,7 +58,8 @@ class EngineKind(Generic[P]):
     """A new attempt of its stages gives the same chunks in the same pieces, so that a receiver drops repeated chunks by
     number."""
     shares_weights: bool = False
-    """The weights of its stages have their final form once the stage model is built: replicas on a CPU share them."""
+    """The weights of its stages have their final form once the stage model is built: replicas on one device
+    share them."""
     cache_share: float = 0.0
     """Share for its stages' caches of the memory that the weights leave; the rest is for activations."""
     dominant: bool = False

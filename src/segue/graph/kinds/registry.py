@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import msgspec
 
-from segue.graph.deployment.stage_plan import CPU, StagePlan
+from segue.graph.deployment.stage_plan import StagePlan
 from segue.graph.kinds.autoregressive import AUTOREGRESSIVE
 from segue.graph.kinds.diffusion import DIFFUSION
 from segue.graph.kinds.kind import EngineKind
@@ -42,9 +42,10 @@ def kind_of(engine: str) -> EngineKind[Any]:
 
 
 def shares_weights(stage: StagePlan, workers: int) -> bool:
-    """Whether so many workers of a stage share their weights: several on the CPU, of one process each."""
+    """Whether so many workers of a stage on one device of one host share their weights: several, of one process
+    each."""
     alone = workers == 1 or stage.ranks > 1
-    return not alone and stage.devices == (CPU,) and not is_input(stage.name) and kind_of(stage.engine).shares_weights
+    return not alone and not is_input(stage.name) and kind_of(stage.engine).shares_weights
 
 
 def plan_from(values: Mapping[str, Any]) -> StagePlan:

@@ -8,8 +8,8 @@ So a worker shares only what is equal by comparison, and correctness depends on 
 time, by the store's lock; if one dies while it fills the store, the next worker fills it anew. A sealed store lives
 until the last of its workers has ended: it does not matter whether the worker that filled it still lives.
 
-`Memory` is where the weights lie; `host_weights` is that of a CPU. Weights that torch does not see as parameters or
-buffers of a module, such as layers packed by oneDNN or FBGEMM, are not shared.
+`Memory` is where the weights lie: `host_weights` is that of a CPU, `cuda_weights` that of a GPU. Weights that torch
+does not see as parameters or buffers of a module, such as layers packed by oneDNN or FBGEMM, are not shared.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import msgspec
 import torch
 from torch import nn
 
+from segue.worker.process.cuda_weights import cuda_weights
 from segue.worker.process.host_weights import HostWeights
 from segue.worker.process.weights_store import WeightsStore
 
@@ -36,7 +37,7 @@ _SAMPLES, _SAMPLE_BYTES = 16, 1 << 12
 _PIECE_BYTES = 64 << 20
 """Compared at a time: on a GPU a comparison takes as much memory as its operands have elements."""
 _REFUSED = (OSError, RuntimeError)
-"""Errors of the system, and of torch."""
+"""Errors of the system, and of torch and the driver of a GPU (`CudaError`)."""
 
 T = TypeVar("T")
 
@@ -101,13 +102,14 @@ class _Region:
             tensor.set_(storage, offset, tensor.size(), tensor.stride())
 
 
-def load_shared(store: WeightsStore, load: Callable[[], T]) -> tuple[T, int]:
-    """Load a stage model while no other worker of the stage does, and share its weights; return the model and the bytes
-    that are shared. Call it before anything holds addresses of weights."""
+def load_shared(store: WeightsStore, device: torch.device, load: Callable[[], T]) -> tuple[T, int]:
+    """Load a stage model while no other worker of the stage does, and share its weights on a device; return the model
+    and the bytes that are shared. Call it before anything holds addresses of weights."""
     with store.locked():
         older = _modules()
         model = load()
-        return model, share(store, HostWeights(store), _modules(), older)
+        memory = HostWeights(store) if device.type == "cpu" else cuda_weights(store, device)
+        return model, 0 if memory is None else share(store, memory, _modules(), older)
 
 
 def share(store: WeightsStore, memory: Memory, networks: Iterable[nn.Module], older: Iterable[nn.Module] = ()) -> int:
