@@ -194,7 +194,7 @@ class Thorough(Router):
 
 @given(routings, st.integers(1, 24), st.data())
 def test_describing_fewer_workers_changes_no_choice(routing: list[str], max_batch: int, data: st.DataObject) -> None:
-    routed = Routed(plan_of(list(routing), 6, max_batch))
+    routed = Routed(plan_of(list(routing), 10, max_batch))
     thorough = Thorough(routed.plan, routed.replicas, routed.requests, routed.stats)
     thorough._sessions = routed.router._sessions
     for number in range(data.draw(st.integers(1, 30))):
@@ -211,7 +211,7 @@ def test_describing_fewer_workers_changes_no_choice(routing: list[str], max_batc
         assert routed.place(state) == (None if isinstance(wanted, Unplaced) else wanted["llm",])
 
 
-@given(st.lists(st.sampled_from(["", "text", "media"]), min_size=1, max_size=6), st.booleans())
+@given(st.lists(st.sampled_from(["", "text", "media"]), min_size=9, max_size=12), st.booleans())
 def test_fewer_input_workers_are_described_with_the_same_choice(reading: list[str], media: bool) -> None:
     plan = plan_of(["load"], 1, 4, inputs=len(reading))
     replicas = Replicas(plan.groups, plan.stages)

@@ -18,6 +18,8 @@ from segue.orchestrator.workers.replicas import Replica, Replicas
 from segue.orchestrator.workers.routing import QUEUED, Asked, Candidate, choose, slack_of
 
 Group = tuple[str, ...]
+_FEW = 8
+"""So many workers are all described."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,8 @@ class Router:
         """Return the workers that may be chosen, in their order: of those that differ only in load and in when they
         were chosen, the best two are enough (`readers` asks for two). With hundreds of workers, describing each takes
         most of the orchestrator's time. `known`: slots that the request knows; `chain`: its prefix."""
+        if len(workers) <= _FEW:
+            return [*workers]
         apart: list[tuple[int, Replica]] = []
         alike: list[tuple[int, int, int]] = []
         for place, replica in enumerate(workers):
