@@ -13,8 +13,10 @@ from payload_values import same
 from taking import KEY, take, until
 
 from segue.connectors.base import Arrived, Coming, Gone
+from segue.connectors.device.staging import Chunk
 from segue.connectors.narrow import narrowed, upcast
 from segue.connectors.tcp.connector import TcpConnector
+from segue.connectors.tcp.producer import send_as_written
 from segue.connectors.tcp.wire import MAGIC, NONCE
 from segue.messages.errors import ConfigError
 
@@ -61,6 +63,42 @@ def test_a_fetch_does_not_wait(ends: tuple[TcpConnector, TcpConnector]) -> None:
         consumer.release("r", metadata)
         # `other` has the same pool, hence the same line: a producer has one address
         assert consumer.fetch("a", "b", "other", other, lambda: None) == Coming()
+
+
+def test_what_is_copied_is_sent_while_the_rest_is_not() -> None:
+    here, there = socket.socketpair()
+    written = [threading.Event() for _ in range(3)]
+    data = memoryview(bytearray(b"abc"))
+    chunks = [Chunk(data[place : place + 1], event.wait) for place, event in enumerate(written)]
+    sender = threading.Thread(target=send_as_written, args=(here, [b"head ", *chunks[:2], b" and ", chunks[2], b"."]))
+    with here, there:
+        sender.start()
+        assert there.recv(100) == b"head "
+        for event, sent in zip(written, (b"a", b"b and ", b"c."), strict=True):
+            event.set()
+            found = b""
+            while len(found) < len(sent):
+                found += there.recv(100)
+            assert found == sent
+        sender.join()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_of_a_gpu_arrive_in_page_locked_memory() -> None:
+    producer, consumer = (TcpConnector(HERE, KEY, inline_threshold_bytes=0, page_locked=True) for _ in range(2))
+    values = torch.randn(3, MIB + 5, device="cuda")
+    try:
+        for number in range(3):  # the later ones in buffers that are used again
+            metadata = put(producer, {"x": values[:, number:], "y": values.half().t()}, str(number))
+            values = values * 2  # after the copies, in the same stream
+            found = fate(consumer, metadata, str(number))
+            assert isinstance(found, Arrived)
+            assert torch.equal(found.payload["x"].cuda() * 2, values[:, number:])
+            consumer.release(str(number), metadata)
+    finally:
+        consumer.close()
+        producer.close()
 
 
 def test_a_stranger_gets_nothing(ends: tuple[TcpConnector, TcpConnector]) -> None:

@@ -56,9 +56,10 @@ def create(
 ) -> Connector:
     """Create the connector `kind` (a key of `KEYS`) with the deployment's `extra` settings; sizes are in bytes.
 
-    `address` names this worker's pool to others on the machine, `device` is the accelerator whose tensors need not pass
-    through the host; only `shm` uses them. `tcp` needs `network`. `receives`: some edge with this connector leads to
-    this worker. Raises `ConfigError` naming an unknown kind or key, with its nearest neighbour, or an invalid value.
+    `address` names this worker's pool to others on the machine. `device` is the accelerator whose tensors need not pass
+    through the host in `shm`, and for which `tcp` locks the pages of what it receives. `tcp` needs `network`.
+    `receives`: some edge with this connector leads to this worker. Raises `ConfigError` naming an unknown kind or key,
+    with its nearest neighbour, or an invalid value.
     """
     if kind not in KEYS:
         raise ConfigError(f"there is no connector {kind!r}{nearest(kind, KEYS)}", field="name")
@@ -75,7 +76,9 @@ def create(
     if kind == "tcp":
         if network is None:
             raise ConfigError("the connector 'tcp' needs a network: start with `segue serve --listen`", field="name")
-        return TcpConnector(network.host, network.key, **extra, as_bfloat16=network.as_bfloat16)
+        return TcpConnector(
+            network.host, network.key, **extra, as_bfloat16=network.as_bfloat16, page_locked=device is not None
+        )
     if kind == "nixl":
         return NixlConnector(**extra, as_bfloat16=network.as_bfloat16 if network is not None else frozenset())
     if kind.startswith("mooncake"):

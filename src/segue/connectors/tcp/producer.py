@@ -15,11 +15,13 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from segue.connectors.device.staging import Chunk, staged
 from segue.connectors.payload import Encoded, as_carrier
 from segue.connectors.tcp.wire import (
     ANSWER,
@@ -44,10 +46,13 @@ MOST_CONSUMERS = 1024
 """Connections at a time; there is one per worker that fetches here."""
 
 
+Part = memoryview | bytes | Chunk
+
+
 @dataclass(slots=True)
 class _Held:
     request_id: str
-    parts: list[memoryview | bytes]
+    parts: list[Part]
     size: int
     sending: bool = False
 
@@ -174,6 +179,8 @@ class Producer:
         except OSError as error:
             if not self._closing.is_set():
                 log.debug("a consumer at %s is gone: %s", address, error)
+        except RuntimeError as error:  # of torch: the worker's next call on the device fails as well
+            log.error("a payload was not copied from its device: %s", error)
         finally:
             sock.close()
             with self._lock:
@@ -192,7 +199,7 @@ class Producer:
         if held is None:
             sock.sendall(ANSWER.pack(GONE))
         else:
-            send_parts(sock, [ANSWER.pack(held.size), *held.parts])
+            send_as_written(sock, [ANSWER.pack(held.size), *held.parts])
 
 
 def end(sock: socket.socket) -> None:
@@ -202,21 +209,40 @@ def end(sock: socket.socket) -> None:
     sock.close()
 
 
-def buffers_of(encoded: Encoded) -> list[memoryview | bytes]:
-    """Return the bytes of a payload as buffers in order; tensors on the CPU that are contiguous are not copied."""
-    found: list[memoryview | bytes] = []
+def send_as_written(sock: socket.socket, parts: Sequence[Part]) -> None:
+    """Send parts in order, each chunk as soon as it is written: those before it do not wait for it."""
+    ready: list[memoryview | bytes] = []
+    for part in parts:
+        if isinstance(part, Chunk):
+            send_parts(sock, ready)
+            part.wait()
+            ready = [part.data]
+        else:
+            ready.append(part)
+    send_parts(sock, ready)
+
+
+def buffers_of(encoded: Encoded) -> list[Part]:
+    """Return the bytes of a payload as parts in order; tensors on the CPU that are contiguous are not copied, those on
+    a device begin to be copied."""
+    found: list[Part] = []
     at = 0
     for offset, part in encoded.laid_out():
         if offset > at:
             found.append(bytes(offset - at))
-        data = part if isinstance(part, bytes) else _bytes_of(part)
-        found.append(data)
-        at = offset + len(data)
+        if isinstance(part, bytes):
+            found.append(part)
+            at = offset + len(part)
+        else:
+            found += _parts_of(part)
+            at = offset + part.numel() * part.dtype.itemsize
     if encoded.size > at:
         found.append(bytes(encoded.size - at))
     return found
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    carrier = as_carrier(tensor).cpu().contiguous()
-    return memoryview(carrier.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+def _parts_of(tensor: Tensor) -> Sequence[Part]:
+    carrier = as_carrier(tensor).contiguous().reshape(-1).view(torch.uint8)
+    if carrier.is_cuda:
+        return staged(carrier)
+    return [memoryview(carrier.cpu().numpy())]  # type: ignore[arg-type]
