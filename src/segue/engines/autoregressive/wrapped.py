@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from segue.engines.autoregressive.contract import AutoregressiveModel, DrawsByHead, EndsByRow, Fed, YieldsRows
+from segue.engines.autoregressive.contract import (
+    AutoregressiveModel,
+    DrawsByHead,
+    EndsByRow,
+    Fed,
+    SpeaksAtTimes,
+    YieldsRows,
+)
 from segue.engines.contract import HasVoices, Payload, StageRequest
 
 
@@ -31,6 +38,8 @@ class Wrapped:
             self.groups = inner.groups  # with `advance`, it then yields rows as well
         if isinstance(inner, DrawsByHead):
             self.looks_back, self.draws_per_row = inner.looks_back, inner.draws_per_row
+        if isinstance(inner, SpeaksAtTimes):
+            self.silent, self.speaks = inner.silent, inner.speaks
         if isinstance(inner, EndsByRow):
             self.ends = inner.ends
 

@@ -122,6 +122,11 @@ def test_patches_of_all_rows_as_where_calls_are_replayed_on_a_gpu(llm: LLM) -> N
     assert not torch.equal(chosen[0][0, 1:], llm.silent)
 
 
+def test_a_deterministic_stage_gives_text_no_patches(llm: LLM) -> None:
+    case = cases()["understood"]
+    assert of(Replies(llm, deterministic=True)([case])) == {case.name: case.rows}
+
+
 def test_quantized_weights(tiny_dir: Path) -> None:
     """Of the large decoder: the rows are others, and as long as codes need."""
     llm = LLM(context(tiny_dir, "llm", options=GREEDY_CODES, quantization="int8"))

@@ -122,11 +122,8 @@ class LLM:
             return self._decoder.embed(token_ids)
         text = token_ids[:, 0]
         rows, spoken = self._decoder.embed(text), self.speaks(text)
-        if spoken.is_cuda:  # a choice would wait for the device
-            return torch.where(spoken[:, None], self._encoded(token_ids[:, 1:]), rows)
-        if spoken.any():
-            rows = rows.clone()
-            rows[spoken] = self._encoded(token_ids[spoken, 1:])
+        if spoken.is_cuda or spoken.any():  # on a GPU, to look would be to wait
+            rows = torch.where(spoken[:, None], self._encoded(token_ids[:, 1:]), rows)
         return rows
 
     def forward(self, embeds: Tensor, batch: FlatBatch) -> tuple[Tensor, None]:
