@@ -118,12 +118,11 @@ class Advance:
     def _spoken(self, model: SpeaksAtTimes, given: Seq[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """As `_call`; rows that do not speak get the codes of silence."""
         speaks = model.speaks(given[1])
-        count = len(speaks)
         if self._padded:
             drawn, finite = self._call(given)
             return torch.where(speaks[:, None], drawn, model.silent), finite | ~speaks
         places = speaks.nonzero()[:, 0]
-        codes, finite = model.silent.repeat(count, 1), torch.ones(count, dtype=torch.bool)
+        codes, finite = model.silent.repeat(len(speaks), 1), torch.ones_like(speaks)
         if len(places):
             codes[places], finite[places] = self._call([tensor[places] for tensor in given])
         return codes, finite
