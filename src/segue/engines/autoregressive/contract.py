@@ -269,7 +269,7 @@ class Draws:
         Waits for nothing on the host. A request with NaN fails alone."""
         number = self.numbers[:, group - 1]
         codes, finite = draw_codes(logits, number, self.greedy, temperature=temperature, top_k=top_k, top_p=top_p)
-        self.finite = finite if self.finite is None else self.finite & finite
+        self._saw(finite)
         return codes
 
     def codes(
@@ -293,8 +293,7 @@ class Draws:
             top_k=top_k,
             top_p=top_p,
         )
-        finite = finite.reshape(count, k).all(dim=-1)
-        self.finite = finite if self.finite is None else self.finite & finite
+        self._saw(finite.reshape(count, k).all(dim=-1))
         return codes.reshape(count, k)
 
     def noise(self) -> torch.Tensor:
@@ -305,8 +304,7 @@ class Draws:
     def codes_of(self, numbers: torch.Tensor) -> torch.Tensor:
         """[n, groups - 1] float32 → long, the codes that stand for these numbers (`numbers_of`). A request with NaN or
         an infinite number fails alone."""
-        finite = torch.isfinite(numbers).all(dim=-1)
-        self.finite = finite if self.finite is None else self.finite & finite
+        self._saw(torch.isfinite(numbers).all(dim=-1))
         return numbers.contiguous().view(torch.int32).long()
 
     def heads(self, logits: torch.Tensor, first: int, filters: torch.Tensor | None = None) -> torch.Tensor:
@@ -315,8 +313,12 @@ class Draws:
         filters = self.filters if filters is None else filters
         count = logits.shape[1]
         codes, finite = draw_heads(logits, self.numbers[:, first : first + count], self.greedy, filters)
-        self.finite = finite if self.finite is None else self.finite & finite
+        self._saw(finite)
         return codes
+
+    def _saw(self, finite: torch.Tensor) -> None:
+        """Note which rows [n] bool had finite logits."""
+        self.finite = finite if self.finite is None else self.finite & finite
 
 
 def numbers_of(codes: torch.Tensor) -> torch.Tensor:
