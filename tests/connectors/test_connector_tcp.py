@@ -3,6 +3,7 @@
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from payload_values import same
 from taking import KEY, take, until
 
 from segue.connectors.base import Arrived, Coming, Gone
-from segue.connectors.device.staging import Chunk
+from segue.connectors.device.staging import Chunk, PageLocks
+from segue.connectors.fetching import Buffers
 from segue.connectors.narrow import narrowed, upcast
 from segue.connectors.tcp.connector import TcpConnector
 from segue.connectors.tcp.producer import send_as_written
@@ -81,6 +83,34 @@ def test_what_is_copied_is_sent_while_the_rest_is_not() -> None:
                 found += there.recv(100)
             assert found == sent
         sender.join()
+
+
+class Refusing:
+    """A driver that locks no pages."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def current(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def status(self, name: str, *_: object) -> int:
+        self.calls.append(name)
+        return 1
+
+
+def test_buffers_whose_pages_cannot_be_locked_are_used_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    driver = Refusing()
+    locks = PageLocks(driver)  # type: ignore[arg-type]
+    buffers = Buffers(locks.lock, locks.unlock)
+    first = buffers.take(MIB)
+    first[:5] = b"hello"
+    assert "not page-locked: cuMemHostRegister returned 1" in caplog.text
+    buffers.give(first)
+    assert buffers.take(MIB) is first
+    locks.unlock(first)
+    assert driver.calls == ["cuMemHostRegister_v2", "cuMemHostUnregister"]
+    first.close()
 
 
 @pytest.mark.gpu

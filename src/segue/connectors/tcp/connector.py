@@ -8,7 +8,7 @@ system (`wire`).
 
 from __future__ import annotations
 
-from segue.connectors.device.staging import lock_pages, unlock_pages
+from segue.connectors.device.staging import page_locked_buffers
 from segue.connectors.fetching import Buffers, Consumer
 from segue.connectors.remote import MAX_BYTES, THRESHOLD_BYTES, RemoteConnector, check_sizes
 from segue.connectors.tcp.consumer import TcpSource
@@ -41,7 +41,7 @@ class TcpConnector(RemoteConnector):
         if len(key) < 32:
             raise ConfigError(f"the key has {len(key)} bytes; it must have at least 32", field="key")
         check_sizes(inline_threshold_bytes, max_bytes)
-        buffers = Buffers(lock_pages, unlock_pages) if page_locked else Buffers()
+        buffers = page_locked_buffers() if page_locked else Buffers()
         super().__init__(
             "TCP",
             Remote,
