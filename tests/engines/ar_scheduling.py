@@ -1,9 +1,9 @@
-"""A scheduler without an engine: its jobs, and a step that computes all that was decided."""
+"""A scheduler without an engine: its sequences, and a step that computes all that was decided."""
 
 from __future__ import annotations
 
 from segue.engines.autoregressive.cache.blocks import ROOT, BlockPool, block_hash
-from segue.engines.autoregressive.schedule.jobs import Decision, Job, Limits
+from segue.engines.autoregressive.schedule.decision import Decision, Limits, ScheduledSequence
 from segue.engines.autoregressive.schedule.scheduler import Scheduler
 
 SIZE = 4
@@ -16,8 +16,10 @@ def hashes(prompt: str) -> list[bytes]:
     return keys[1:]
 
 
-def job(key: str, length: int, *, priority: int = 0, arrival: float = 0.0, serial: int = 0, prompt: str = "") -> Job:
-    return Job(key, (priority, arrival, serial), length, length, hashes=hashes(prompt))
+def new_sequence(
+    key: str, length: int, *, priority: int = 0, arrival: float = 0.0, serial: int = 0, prompt: str = ""
+) -> ScheduledSequence:
+    return ScheduledSequence(key, (priority, arrival, serial), length, length, hashes=hashes(prompt))
 
 
 def make(
@@ -32,9 +34,9 @@ def advance(scheduler: Scheduler) -> Decision:
     assert decision == scheduler.next(), "schedule changed something"
     scheduler.apply(decision)
     for run in decision.runs:
-        scheduler.advance(run.job, run.stop, publish=True)
-        if run.stop == run.job.length:
-            run.job.length += 1
-            run.job.ready = run.job.length
+        scheduler.advance(run.sequence, run.stop, publish=True)
+        if run.stop == run.sequence.length:
+            run.sequence.length += 1
+            run.sequence.ready = run.sequence.length
     scheduler.audit()
     return decision

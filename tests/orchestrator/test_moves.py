@@ -17,7 +17,8 @@ from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import InvalidRequest, Overloaded, ShuttingDown, StageLost
 from segue.orchestrator.omni.async_omni import AsyncOmni
 from segue.orchestrator.workers.replicas import Replicas
-from segue.orchestrator.workers.scaling.move_policy import Crew, decide
+from segue.orchestrator.workers.scaling.crew import Crew
+from segue.orchestrator.workers.scaling.move_policy import decide
 from segue.orchestrator.workers.scaling.moves import Moves
 
 pytestmark = pytest.mark.usefixtures("toy_path")

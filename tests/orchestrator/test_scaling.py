@@ -24,7 +24,7 @@ from segue.messages.stats import WorkerStats
 from segue.messages.wire import Stats
 from segue.orchestrator.omni.async_omni import AsyncOmni
 from segue.orchestrator.workers.replicas import Replica, Replicas
-from segue.orchestrator.workers.scaling.move_policy import Crew
+from segue.orchestrator.workers.scaling.crew import Crew
 from segue.orchestrator.workers.scaling.moves import Moves
 from segue.orchestrator.workers.scaling.scale_policy import Grow, Shrink, is_calm, next_change
 

@@ -27,7 +27,7 @@ from segue.messages.deltas import (
     VideoDelta,
 )
 from segue.messages.errors import InvalidRequest, NotFound
-from segue.messages.request import Message, Piece, Request, TextPart
+from segue.messages.request import Appended, Message, Request, TextPart
 from segue.orchestrator.service import Health, ModelCard, MovedWorker, ReplicaHealth, StageHealth
 from segue.server.serve import http_server, listen
 from segue.server.settings import ServerSettings
@@ -146,7 +146,7 @@ class FakeService:
             if not ended:
                 self.cancelled.put(request.request_id)
 
-    async def stream_appended(self, request: Request, pieces: AsyncGenerator[str | Piece]) -> AsyncGenerator[Delta]:
+    async def stream_appended(self, request: Request, pieces: AsyncGenerator[str | Appended]) -> AsyncGenerator[Delta]:
         """Plays the script once for the request, and once for each piece."""
         self.requests.append(request)
         ended = False

@@ -1,5 +1,8 @@
 """The consumer's side of connectors between hosts: a thread per producer fetches payloads, one after another, into
-buffers that are used again. How a payload comes is the matter of a `Source`."""
+buffers that are used again. How a payload comes is the matter of a `Source`.
+
+Optional reading: only connectors between hosts use it.
+"""
 
 from __future__ import annotations
 

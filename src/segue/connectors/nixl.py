@@ -1,6 +1,9 @@
 """The connector over NIXL (`pip install nixl`), whose UCX backend picks the fastest way between two processes that it
 finds: shared memory, RDMA or TCP. `put` writes a payload into registered memory, the consumer reads it from there
-(`slots`)."""
+(`slots`).
+
+Optional reading: a connector between hosts.
+"""
 
 from __future__ import annotations
 

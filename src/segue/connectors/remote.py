@@ -1,5 +1,8 @@
 """What connectors between hosts share: payloads below a threshold travel in the metadata, others wait at the producer
-(`Offers`) until the consumer has fetched them (`fetching`)."""
+(`Offers`) until the consumer has fetched them (`fetching`).
+
+Optional reading: only connectors between hosts use it.
+"""
 
 from __future__ import annotations
 

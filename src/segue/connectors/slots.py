@@ -7,6 +7,8 @@ nothing meanwhile. Mooncake's transfer engine and NIXL carry them.
 A payload is the slot's if its number is in the slot before and after the reading: the producer clears the number before
 it uses the memory again. The consumer then writes the number as `taken`, which frees the slot; should the slot have
 another payload by then, its number is another, and nothing happens.
+
+Optional reading: only connectors between hosts use it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Rank 0 alone has an inbox, connectors and an outbox; `Leading` is its engine as the worker sees it. What arrives goes to
 all ranks in the same order, payloads included. The others `follow`: their engines' outputs go nowhere.
+
+Optional reading: a replica of one rank has its engine as it is.
 """
 
 from __future__ import annotations

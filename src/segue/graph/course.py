@@ -5,6 +5,8 @@ once all edges into it are decided and one of them is taken. An edge without a c
 as soon as the source is visited; one with such a condition is decided when the source's visit ends. Once the head, the
 stage that loops return to, has ended a visit, the edges that return to it are decided alike: one that is taken begins
 the head's next visit, and after it all stages behind the head are visited again, each after its own earlier visit.
+
+Optional reading: a request without loops visits each stage of its walk once.
 """
 
 from __future__ import annotations

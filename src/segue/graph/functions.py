@@ -1,7 +1,10 @@
 """Functions by name: those of a graph of models run in workers, which import them.
 
 A name is `MODULE:NAME` for a module of a package, else `FILE.py:NAME`: a single file is imported from where it lies,
-with its folder on the path, as Python does with a script."""
+with its folder on the path, as Python does with a script.
+
+Optional reading: only for graphs of models.
+"""
 
 from __future__ import annotations
 

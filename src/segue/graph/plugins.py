@@ -1,4 +1,7 @@
-"""Objects that installed packages register through entry points."""
+"""Objects that installed packages register through entry points.
+
+Optional reading: only for installed families.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Render a graph or a plan as text or as a Mermaid diagram."""
+"""Render a graph or a plan as text or as a Mermaid diagram.
+
+Optional reading: for people who look at a graph or a plan.
+"""
 
 from __future__ import annotations
 

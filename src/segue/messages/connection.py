@@ -4,6 +4,8 @@ ZeroMQ makes a lost connection again by itself, and the messages that were on th
 without a word. So each side that must not miss any looks at what libzmq says of its connection (`Link`), and between
 the server and its workers messages are numbered: one that does not follow the last is not handled, nor any after it
 (`InOrder`).
+
+Optional reading: only between hosts.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 This module checks types and general bounds; the family's input stage checks values that depend on the checkpoint
 (which sizes it can make, how many steps are absurd).
+
+Optional reading: the parameters of an image or a video.
 """
 
 from __future__ import annotations

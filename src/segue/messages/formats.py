@@ -1,4 +1,7 @@
-"""The file formats that a client may ask for instead of raw samples, pixels and frames."""
+"""The file formats that a client may ask for instead of raw samples, pixels and frames.
+
+Optional reading: the files that clients may ask for.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ whose `wire_version` is another.
 
 A node has a generation, which grows each time it joins. Every message carries it: a host that was cut off and taken for
 lost receives `Fenced` when it comes back, ends its workers and joins anew.
+
+Optional reading: only a server whose hosts join exchanges them.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Each list parameter has a bound in `_COUNTED` or is a special case of `check_lists`; a deployment changes the bounds
 under `limits`. `check_carried` checks that a client's free-form values can be encoded for the wire.
+
+Optional reading: checks of what a request carries.
 """
 
 from __future__ import annotations

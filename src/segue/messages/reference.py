@@ -1,4 +1,7 @@
-"""Questions to the model library, whose answers `segue verify` compares with Segue's, and the library's answers."""
+"""Questions to the model library, whose answers `segue verify` compares with Segue's, and the library's answers.
+
+Optional reading: only for `segue verify`.
+"""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class ChatOptions(msgspec.Struct, frozen=True):
     """Passed to the chat template, e.g. `enable_thinking`."""
 
 
-class Piece(msgspec.Struct, frozen=True, kw_only=True):
+class Appended(msgspec.Struct, frozen=True, kw_only=True):
     """Input that is appended to an open request. Exactly one of `prompt`, `prompt_token_ids` and `tensors` is set."""
 
     prompt: str | None = None

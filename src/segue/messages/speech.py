@@ -1,4 +1,7 @@
-"""Facts about checkpoints that transcribe a recording window by window, and about those that say a given text."""
+"""Facts about checkpoints that transcribe a recording window by window, and about those that say a given text.
+
+Optional reading: only for the endpoints of speech.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
 """Named tensors as inputs: what a model's graph declares (`TensorSpec`), and the check of a request's tensors.
 
 A tensor travels as a `MediaPart` whose kind is its declared name and whose data are a raw array. One part may hold one
-item, in the declared shape, or several, with an axis in front."""
+item, in the declared shape, or several, with an axis in front.
+
+Optional reading: only for models that declare tensors as input.
+"""
 
 from __future__ import annotations
 

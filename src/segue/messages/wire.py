@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from segue.messages.deltas import ClientDelta
-from segue.messages.request import Piece, Request
+from segue.messages.request import Appended, Request
 from segue.messages.stats import WorkerStats
 from segue.messages.units import TurnEnd, Unit
 
@@ -87,7 +87,7 @@ class Append(msgspec.Struct, tag=True):
     request_id: str
     stage: str
     attempt: int
-    piece: Piece | None
+    piece: Appended | None
     """None: the input is closed."""
 
 

@@ -1,4 +1,7 @@
-"""Make the model card from the facts that are known before a worker has started."""
+"""Make the model card from the facts that are known before a worker has started.
+
+Optional reading: what endpoints tell of a model.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from segue.messages.errors import (
 )
 from segue.messages.join import Listen
 from segue.messages.process import ModelSource
-from segue.messages.request import Piece, Request
+from segue.messages.request import Appended, Request
 from segue.messages.sampling import SamplingParams, merged
 from segue.messages.wire import (
     Abandon,
@@ -185,7 +185,7 @@ class Orchestrator:
         if self.requests.get(state.id) is state:
             self._end(state, Cancelled("the client went away"))
 
-    def append(self, state: RequestState, piece: Piece | None) -> bool:
+    def append(self, state: RequestState, piece: Appended | None) -> bool:
         """Append input to an open request; None: close its input. False: the request has ended."""
         if self.requests.get(state.id) is not state:
             return False

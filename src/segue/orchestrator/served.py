@@ -12,7 +12,7 @@ from segue.messages.deltas import Delta
 from segue.messages.diffusion import check_diffusion
 from segue.messages.errors import InvalidRequest, NotFound, nearest, wrong
 from segue.messages.formats import check_formats
-from segue.messages.request import Piece, Request, check_priority, check_types
+from segue.messages.request import Appended, Request, check_priority, check_types
 from segue.messages.sampling import check_sampling, check_token_ids, merged
 from segue.messages.tensors import check_tensors
 from segue.messages.wire import StageFacts
@@ -74,7 +74,7 @@ class Served(Protocol):
     def open(self, request: Request, *, reply: bool) -> OpenRequest:
         """Start a request whose input is appended while it runs. Raises `SegueError`."""
 
-    def stream_appended(self, request: Request, pieces: AsyncGenerator[str | Piece]) -> AsyncGenerator[Delta]:
+    def stream_appended(self, request: Request, pieces: AsyncGenerator[str | Appended]) -> AsyncGenerator[Delta]:
         """As `stream`, of an open request to which the pieces are appended as they come."""
 
 
@@ -117,7 +117,7 @@ class ServedModel:
         check_kept(asked, self.card)
         return OpenRequest(self.orchestrator, asked, self.plan.limits, self.card.tensors)
 
-    async def stream_appended(self, request: Request, pieces: AsyncGenerator[str | Piece]) -> AsyncGenerator[Delta]:
+    async def stream_appended(self, request: Request, pieces: AsyncGenerator[str | Appended]) -> AsyncGenerator[Delta]:
         async with self.open(request) as running, aclosing(running.follow(pieces)) as deltas:
             async for delta in deltas:
                 yield delta

@@ -9,7 +9,7 @@ import msgspec
 
 from segue.messages.deltas import Delta
 from segue.messages.limits import RequestLimits
-from segue.messages.request import Piece, Request
+from segue.messages.request import Appended, Request
 from segue.messages.speech import SpeechFacts, TextToSpeech
 from segue.messages.tensors import TensorSpec
 from segue.models.shared.dialects.dialect import Dialect
@@ -114,7 +114,7 @@ class Service(Protocol):
         """Yield deltas, `Finished` last; raises `SegueError`. Closing the generator cancels the request."""
         ...
 
-    def stream_appended(self, request: Request, pieces: AsyncGenerator[str | Piece]) -> AsyncGenerator[Delta]:
+    def stream_appended(self, request: Request, pieces: AsyncGenerator[str | Appended]) -> AsyncGenerator[Delta]:
         """As `stream`, of an open request to which the pieces are appended as they come."""
         ...
 

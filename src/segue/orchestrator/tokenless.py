@@ -1,4 +1,7 @@
-"""What a deployment without a tokenizer (`skip_tokenizer_init`) refuses: its requests and replies are token ids."""
+"""What a deployment without a tokenizer (`skip_tokenizer_init`) refuses: its requests and replies are token ids.
+
+Optional reading: only for checkpoints without a tokenizer.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,10 @@ et al., *Robust Speech Recognition via Large-Scale Weak Supervision*, §3.8, wit
 Timestamp tokens divide a window's text into segments, by the rules of the library
 (`WhisperGenerationMixin._retrieve_segment`): two timestamps in a row end a segment. If there is at least one pair, the
 next window transcribes everything after the last pair again, unless a single timestamp ends the text: then there was
-no speech after it."""
+no speech after it.
+
+Optional reading: only for speech recognition: `transcribed` sends a recording in pieces, as requests.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,10 @@ A link's transform is a function of what the model before it made: of a text, of
 ([height, width, 3] uint8). It returns the same kind, or a list of messages as a chat request has them. If it returns
 None or an empty text, the model gets nothing: the request ends with an error of the field `NOTHING`.
 
-A model to which an edge returns goes on with its conversation: its first input, what it wrote, what came back, …"""
+A model to which an edge returns goes on with its conversation: its first input, what it wrote, what came back, …
+
+Optional reading: only for graphs of models.
+"""
 
 from __future__ import annotations
 

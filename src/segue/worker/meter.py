@@ -1,4 +1,7 @@
-"""A worker's metrics: step times and errors per stage, hops per edge; sent to the orchestrator periodically."""
+"""A worker's metrics: step times and errors per stage, hops per edge; sent to the orchestrator periodically.
+
+Optional reading: a worker tells its `Meter` what it did.
+"""
 
 from __future__ import annotations
 

@@ -2,5 +2,7 @@
 CUDA devices, `memfd` with host memory, for machines without one. `staging` copies tensors from a CUDA
 device to the host in chunks.
 
+Optional reading: memory of a GPU, by the contract of any connector.
+
 Doors: `cuda`, `memory`, `staging`.
 """

@@ -18,7 +18,7 @@ from segue.engines.autoregressive.grammar.grammar import Grammars, form_field
 from segue.engines.autoregressive.grammar.shared import SharedGrammars
 from segue.engines.autoregressive.output import TokenOutput
 from segue.engines.autoregressive.sample.logprobs import check_logprobs
-from segue.engines.autoregressive.schedule.jobs import Decision, Job, Run
+from segue.engines.autoregressive.schedule.decision import Decision, ScheduledSequence, ScheduledTokens
 from segue.engines.autoregressive.schedule.message import DecisionMessage
 from segue.engines.autoregressive.schedule.policies import rank
 from segue.engines.autoregressive.sequence import Sequence
@@ -181,14 +181,14 @@ class AutoregressiveEngine:
 
     def lent(self, request_id: str) -> list[int] | None:
         """The blocks of a sequence that lends them (`Then.LEND`), once all of its tokens but the last are computed."""
-        job = self._active.of(request_id)[0].job
-        return job.blocks if job.holding and not job.dispatched else None
+        scheduled = self._active.of(request_id)[0].scheduled
+        return scheduled.blocks if scheduled.holding and not scheduled.dispatched else None
 
     def has_work(self) -> bool:
         """True if `step` would do something now."""
         if self._between or self._in_flight is not None or any(map(_compiled, self._active)):
             return True
-        return not self._stalled and any(sequence.job.runnable for sequence in self._active)
+        return not self._stalled and any(sequence.scheduled.runnable for sequence in self._active)
 
     @torch.inference_mode()
     def step(self) -> list[TokenOutput]:
@@ -219,7 +219,7 @@ class AutoregressiveEngine:
             "waiting": len(scheduler.waiting),
             "running": len(scheduler.running),
             "holding": sum(sequence.holds for sequence in self._active),
-            "held_blocks": len({block for job in scheduler.holding for block in job.blocks}),
+            "held_blocks": len({block for one in scheduler.holding for block in one.blocks}),
             "holds_expired_total": scheduler.expired,
             "batch": self._batch,
             "blocks_used": self.resources.pool.used,
@@ -245,21 +245,21 @@ class AutoregressiveEngine:
     def shared_state(self) -> dict[str, Any]:
         """The state that all ranks must have in common between two steps, by name."""
         scheduler = self._scheduler
-        jobs = {sequence.job.key: sequence.job for sequence in self._active}
+        every = {sequence.scheduled.key: sequence.scheduled for sequence in self._active}
         return {
-            "sequences": list(jobs),
-            "running": [job.key for job in scheduler.running],
-            "waiting": [job.key for job in scheduler.waiting],
-            "lengths": [(job.length, job.ready, job.computed, job.paused) for job in jobs.values()],
+            "sequences": list(every),
+            "running": [one.key for one in scheduler.running],
+            "waiting": [one.key for one in scheduler.waiting],
+            "lengths": [(one.length, one.ready, one.computed, one.paused) for one in every.values()],
             "newest tokens": [sequence.ids[-1:] for sequence in self._active],
-            "blocks": [[(table.first, table.blocks) for table in job.tables] for job in jobs.values()],
-            "states": [(job.slot, job.held) for job in jobs.values()],
+            "blocks": [[(table.first, table.blocks) for table in one.tables] for one in every.values()],
+            "states": [(one.slot, one.held) for one in every.values()],
             "pool": (self.resources.pool.available, scheduler.preemptions),
         }
 
     def _moment(self) -> Moment:
         compiled = [
-            (sequence.job.key, sequence.compiling.error is not None)
+            (sequence.scheduled.key, sequence.compiling.error is not None)
             for sequence in self._active
             if sequence.compiling is not None and sequence.compiling.done
         ]
@@ -317,12 +317,12 @@ class AutoregressiveEngine:
         step.open = all(sequence.foreseeable and not sequence.wants_rows for sequence in step.runs)
         return step
 
-    def _decide(self, in_flight: Seq[Run]) -> Decision:
+    def _decide(self, in_flight: Seq[ScheduledTokens]) -> Decision:
         """Decide the next step; with several ranks, rank 0 does."""
         if self._ranks.alone:
             return self._scheduler.next(in_flight)
         message = self._ranks.same(lambda: DecisionMessage.of(self._scheduler.next(in_flight)), DecisionMessage)
-        return message.decision(lambda key: self._active[key].job)
+        return message.decision(lambda key: self._active[key].scheduled)
 
     def _check_in_step(self, error: Exception) -> None:
         """Raise `ReplicaBroken` after an error in a step if there are other ranks, which may wait in a collective."""
@@ -335,7 +335,7 @@ class AutoregressiveEngine:
         step.expected = True
         for sequence, run in step.runs.items():
             if sequence in self._active:
-                drawn = run.stop == sequence.job.length
+                drawn = run.stop == sequence.scheduled.length
                 self._scheduler.expect(run)
                 if drawn:
                     sequence.expect(self.resources.share_size)
@@ -365,16 +365,16 @@ class AutoregressiveEngine:
         self._stalled = False
         return outputs
 
-    def _put_aside(self, preempted: Seq[Job]) -> None:
+    def _put_aside(self, preempted: Seq[ScheduledSequence]) -> None:
         """Make the beams of each preempted group wait as one sequence."""
-        groups = dict.fromkeys(self._active[job.key].branches for job in preempted if job.beam_group)
+        groups = dict.fromkeys(self._active[one.key].branches for one in preempted if one.beam_group)
         for group in groups:
             assert isinstance(group, BeamGroup)
             group.put_aside(self._active, self.resources.share_size)
 
     def _set_paused(self, request_id: str, paused: bool) -> None:
         for sequence in self._active.of(request_id):
-            sequence.job.paused = paused
+            sequence.scheduled.paused = paused
             self._stalled = False
 
 

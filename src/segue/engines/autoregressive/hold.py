@@ -41,7 +41,10 @@ prefix cache, any number of such requests do, and none depends on them.
 and `TurnEnd` where each finished turn ended: its units are known, nothing is drawn again. Only the last unit of an
 unfinished turn is taken as if it were drawn (`Sequence.go_on`).
 
-Refused by name: several outputs, `prompt_logprobs`, and `structured_outputs` with turns."""
+Refused by name: several outputs, `prompt_logprobs`, and `structured_outputs` with turns.
+
+Optional reading: a request whose input comes at once has one piece, and draws after it.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ from segue.messages.sampling import SamplingParams
 
 
 @dataclass(slots=True)
-class Piece:
+class InputPiece:
     """A piece of the input in its sequence, and the units generated after it."""
 
     prompt: Prompt
@@ -102,7 +105,7 @@ class Pieces:
 
     def __init__(self, axes: int) -> None:
         self._axes = axes
-        self._pieces: list[Piece] = []
+        self._pieces: list[InputPiece] = []
         self._starts: list[int] = []
         self.input_tokens = 0
         """Tokens of all pieces."""
@@ -113,11 +116,11 @@ class Pieces:
         return len(self._pieces)
 
     @property
-    def first(self) -> Piece:
+    def first(self) -> InputPiece:
         return self._pieces[0]
 
     @property
-    def last(self) -> Piece:
+    def last(self) -> InputPiece:
         return self._pieces[-1]
 
     def add(self, prompt: Prompt, start: int) -> None:
@@ -127,7 +130,7 @@ class Pieces:
             last = self.last
             base = last.base + start - last.start + last.prompt.position_delta
         own = None if prompt.positions is None else prompt.positions.cpu().numpy()
-        self._pieces.append(Piece(prompt, start, base, own))
+        self._pieces.append(InputPiece(prompt, start, base, own))
         self._starts.append(start)
         self.input_tokens += len(prompt.token_ids)
         self.plain = self.plain and prompt.embeds is None
@@ -137,7 +140,7 @@ class Pieces:
         for piece in self._pieces:
             piece.prompt = replace(piece.prompt, embeds=None, extras={})
 
-    def within(self, start: int, stop: int) -> Iterator[tuple[Piece, int, int]]:
+    def within(self, start: int, stop: int) -> Iterator[tuple[InputPiece, int, int]]:
         """The pieces of tokens [start, stop) of the sequence, each with its range in tokens from its own first."""
         place = bisect_right(self._starts, start) - 1
         while start < stop:

@@ -22,7 +22,7 @@ from segue.engines.autoregressive.sample.penalties import bad_words
 from segue.engines.autoregressive.sample.sampler import RowSampler
 from segue.engines.autoregressive.sample.thinking import Thinking, marks_of
 from segue.engines.autoregressive.schedule.bidirectional import around
-from segue.engines.autoregressive.schedule.jobs import Job
+from segue.engines.autoregressive.schedule.decision import ScheduledSequence
 from segue.engines.autoregressive.schedule.policies import Rank
 from segue.engines.contract import StageRequest
 from segue.messages.errors import InvalidRequest, StageFailed, TooLong
@@ -40,7 +40,7 @@ class Branching:
 
 
 class Sequence:
-    """A request from `add` to its end. Its `job` is the scheduler's view of it."""
+    """A request from `add` to its end. Its `scheduled` is the scheduler's view of it."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class Sequence:
         self.branches: Branching | None = None
         """Shared state of the request's sequences if it has several outputs or candidates."""
         key = request.request_id if parent is None else f"{request.request_id}\0{number}"
-        self.job = Job(key, rank, tenant=request.request.tenant, share=request.request.share)
+        self.scheduled = ScheduledSequence(key, rank, tenant=request.request.tenant, share=request.request.share)
         kept = model.kv.states
-        self.job.entire = kept is not None and not kept.continues
+        self.scheduled.entire = kept is not None and not kept.continues
         self.input = Pieces(model.axes)
         self.prompt_length = 0
         """Tokens before the units of the current turn: the prompt, if it has one piece."""
@@ -114,7 +114,7 @@ class Sequence:
         # an earlier attempt that had emitted a token had sent the prompt's logprobs with it
         reported = bool(request.resume) or parent is not None
         self.prompt_logprobs = None if reported else prompt_wanted(sampling, model.vocab_size)
-        self.job.fresh = self.prompt_logprobs is not None
+        self.scheduled.fresh = self.prompt_logprobs is not None
         self.min_tokens = sampling.min_tokens or 0
         self.most = 0
         """Most tokens it may generate; set with the prompt."""
@@ -136,7 +136,7 @@ class Sequence:
 
     def rank_of(self, number: int) -> Rank:
         """Rank of the `number`-th sequence that continues this one: directly after it."""
-        priority, arrival, serial = self.job.rank
+        priority, arrival, serial = self.scheduled.rank
         return (priority, arrival, serial + number)
 
     @property
@@ -168,8 +168,8 @@ class Sequence:
     def keep(self, key: str, end: TurnEnd, block_size: int) -> None:
         """Hold after the end of its request, by the name of `key`: as after a turn, but nothing more comes."""
         self.request = replace(self.request, request_id=key)
-        self.job.key = key
-        self.job.paused = False
+        self.scheduled.key = key
+        self.scheduled.paused = False
         self.then = Then.TURN
         self.turns.append(end)
         self.holds = self.kept = True
@@ -258,14 +258,14 @@ class Sequence:
             self._take(fed.prompt, Then.HOLD if self.request.returns else fed.then, longest)
         elif fed.closed and not self.request.returns:
             self._close(Then.END)
-        self.job.parked, self.job.since = False, None
+        self.scheduled.parked, self.scheduled.since = False, None
         self.refresh(block_size)
 
     def end_input(self, then: Then, block_size: int) -> None:
         """Take the end of the input: of this visit (`Then.TURN`), or of the request (`Then.END`). Raises
         `InvalidRequest` if there is none."""
         self._close(then)
-        self.job.parked, self.job.since = False, None
+        self.scheduled.parked, self.scheduled.since = False, None
         self.refresh(block_size)
 
     def _give(self, prompt: Prompt, longest: int) -> None:
@@ -332,11 +332,11 @@ class Sequence:
         self.input.add(prompt, start)
         self.ids += prompt.token_ids
         self.prompt_length = length
-        self.job.bidirectional += tuple((start + first, start + last) for first, last in prompt.bidirectional)
-        self.job.appended += length - start if start else 0
+        self.scheduled.bidirectional += tuple((start + first, start + last) for first, last in prompt.bidirectional)
+        self.scheduled.appended += length - start if start else 0
         self.shareable = self.shareable and (prompt.identity is None or bool(prompt.identity))
         self.then, self.holds = then, then in (Then.HOLD, Then.LEND)
-        self.job.lent = then is Then.LEND
+        self.scheduled.lent = then is Then.LEND
         if not self.holds:
             self._begin_turn()
 
@@ -406,8 +406,8 @@ class Sequence:
         assert parent.prompt is not None
         self.shareable = parent.shareable
         self._take(parent.prompt, Then.END, parent.most + parent.prompt_length)
-        self.job.hashes = parent.job.hashes[:]
-        self.job.paused = parent.job.paused
+        self.scheduled.hashes = parent.scheduled.hashes[:]
+        self.scheduled.paused = parent.scheduled.paused
         self.refresh(block_size)
 
     def tell_prompt(self, output: TokenOutput) -> None:
@@ -415,7 +415,7 @@ class Sequence:
         gathered, request = self.prompt_logprobs, self.request
         if gathered is not None:
             output.prompt_logprobs = gathered.found
-            self.prompt_logprobs, self.job.fresh = None, False
+            self.prompt_logprobs, self.scheduled.fresh = None, False
         if request.request.return_prompt_ids and "text" in request.to_client:
             ids = self.ids[: self.prompt_length]
             # prompts given as embeddings have no ids
@@ -429,12 +429,12 @@ class Sequence:
         self.shareable = other.shareable
         self.grammar = None if other.grammar is None else other.grammar.fork()
         self.sampler.rules.have_seen(other.sampler.rules)
-        self.job.hashes = other.job.hashes[:]
+        self.scheduled.hashes = other.scheduled.hashes[:]
 
     def cut(self, ids: list[int], block_size: int) -> None:
         """Set its tokens to `ids`, which begin with the prompt; none of them is in the cache."""
         self.ids = ids
-        self.job.hashes = []
+        self.scheduled.hashes = []
         self.refresh(block_size)
 
     def append(self, token: int, block_size: int, row: Seq[list[int]] = ()) -> None:
@@ -451,7 +451,7 @@ class Sequence:
     def propose(self, drafts: list[int]) -> None:
         """Set the draft tokens; they are valid until the next token is appended."""
         self.drafts = drafts
-        self.job.drafts = len(drafts)
+        self.scheduled.drafts = len(drafts)
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Ids of tokens [start, stop), including drafts."""
@@ -466,30 +466,30 @@ class Sequence:
             self.refresh(block_size, coming=1)
 
     def refresh(self, block_size: int, *, coming: int = 0) -> None:
-        """Update `job` after tokens or rows arrived. `coming`: tokens assumed to be known already."""
+        """Update `scheduled` after tokens or rows arrived. `coming`: tokens assumed to be known already."""
         if not len(self.input):
             return
-        job = self.job
-        job.length = job.ready = len(self.ids) + coming
-        job.open = self.holds
+        scheduled = self.scheduled
+        scheduled.length = scheduled.ready = len(self.ids) + coming
+        scheduled.open = self.holds
         if self.compiling is not None:
-            job.ready = 0
+            scheduled.ready = 0
             return
         if self.holds:
-            job.ready = around(job.bidirectional, job.length - 1)[0]
+            scheduled.ready = around(scheduled.bidirectional, scheduled.length - 1)[0]
         shared = len(self.ids)
         if self.model.conditioned:
             # a generated token's identity depends on its row, so only the prompt is shared
             shared = self.prompt_length
             if self.conditioning.tail is None:
-                job.ready = min(job.length, self.prompt_length + self.conditioning.count)
-                job.open = self.request.request.open
+                scheduled.ready = min(scheduled.length, self.prompt_length + self.conditioning.count)
+                scheduled.open = self.request.request.open
         if block_size and self.shareable:
-            while (len(job.hashes) + 1) * block_size <= shared:
-                start = len(job.hashes) * block_size
-                parent = job.hashes[-1] if job.hashes else chain_root(self.request.request.cache_salt)
+            while (len(scheduled.hashes) + 1) * block_size <= shared:
+                start = len(scheduled.hashes) * block_size
+                parent = scheduled.hashes[-1] if scheduled.hashes else chain_root(self.request.request.cache_salt)
                 identity = self.input.identity(start, start + block_size, self.ids)
-                job.hashes.append(block_hash(parent, identity))
+                scheduled.hashes.append(block_hash(parent, identity))
 
     def positions(self, start: int, stop: int) -> np.ndarray:
         """[axes, stop - start] int64."""

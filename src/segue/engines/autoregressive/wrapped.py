@@ -1,4 +1,7 @@
-"""Base class of a stage model that wraps another stage model."""
+"""Base class of a stage model that wraps another stage model.
+
+Optional reading: for stage models that wrap another.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,10 @@
 
 The ranks of a divided network exchange data in every layer, so a rank that runs out of memory in the middle leaves the
 others waiting for it. Before a call each rank therefore allocates the memory that its rows will need, and frees it: on
-a GPU the allocator keeps it for this process, so that no other process on the device can take it in between."""
+a GPU the allocator keeps it for this process, so that no other process on the device can take it in between.
+
+Optional reading: the engine asks `Room` how many rows a call may have.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,10 @@ are equal everywhere, to the bit.
 
 Before a call of a divided network all ranks say whether they have the memory for it. If one has not, no rank starts,
 and every engine repeats the call in halves. After a call they say whether it failed. A failure in the middle of an
-exchange between ranks ends all of them, and new ones are started."""
+exchange between ranks ends all of them, and new ones are started.
+
+Optional reading: a replica of one rank computes a call's rows itself.
+"""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ result does not depend on the other requests in its calls, and requests without 
 - `taylorseer` (Liu et al., "From reusing to forecasting: accelerating diffusion models with TaylorSeers", 2025, eq. 6,
   of the first order and of the whole network: diffusers' `use_lite_mode`) needs no support by the network. A predicted
   row is in no call; a computed one shares its call with any other row.
+
+Optional reading: without a cache `answers` is one call of the network for all rows.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Make a `Plan` from a graph and a deployment. Only this module reads deployment files, whose format is documented in
-`segue.graph.deployment.deployment`."""
+`segue.graph.deployment.deployment`.
+
+Optional reading: makes a `Deployment` of a file.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Read stage keys that are more than one value, or that several engine kinds have: `lora` (the LoRA adapters of a
-stage), `speculation` (the drafter and its number of draft tokens), `quantization`, `sampling`."""
+stage), `speculation` (the drafter and its number of draft tokens), `quantization`, `sampling`.
+
+Optional reading: makes part of a `Deployment` from a file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Read what a deployment says of the Ray cluster that starts its nodes."""
+"""Read what a deployment says of the Ray cluster that starts its nodes.
+
+Optional reading: makes part of a `Deployment` from a file.
+"""
 
 from __future__ import annotations
 

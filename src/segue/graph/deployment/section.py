@@ -1,4 +1,7 @@
-"""Read typed values from a mapping of a file: every error names the key's path, the value and the remedy."""
+"""Read typed values from a mapping of a file: every error names the key's path, the value and the remedy.
+
+Optional reading: reads a section of a file.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Bring a deployment file into one form, whichever of its formats it uses, without resolving defaults; and read what
-it asks for about the placement of a stage or a group of stages (`Wish`)."""
+it asks for about the placement of a stage or a group of stages (`Wish`).
+
+Optional reading: reads a file as it is written.
+"""
 
 from __future__ import annotations
 

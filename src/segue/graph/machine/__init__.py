@@ -2,5 +2,7 @@
 used (`gpus`), the lines that `segue serve` prints about them (`account`), the memory that further workers would
 take (`further`), and the stages of another host on what it has (`hosts`).
 
+Optional reading: `Hardware` describes the host to the planner.
+
 Doors: `account`, `further`, `hardware`, `hosts`.
 """

@@ -16,7 +16,7 @@ from segue.graph.walk import Walk, WalkStage
 from segue.messages.deltas import Delta, Finished
 from segue.messages.errors import InvalidRequest, nearest, wrong
 from segue.messages.formats import Format, check_formats
-from segue.messages.request import ChatOptions, MediaPart, Message, Part, Piece, Received, Request
+from segue.messages.request import Appended, ChatOptions, MediaPart, Message, Part, Received, Request
 from segue.messages.sampling import SamplingParams, turn_seed
 from segue.messages.wire import StageFacts
 from segue.models.model_graph import Models
@@ -112,7 +112,7 @@ class ServedGraph:
     def open(self, request: Request, *, reply: bool) -> OpenRequest:
         raise InvalidRequest(f"{self.card.name} takes its whole input at once", field="open")
 
-    def stream_appended(self, request: Request, pieces: AsyncGenerator[str | Piece]) -> AsyncGenerator[Delta]:
+    def stream_appended(self, request: Request, pieces: AsyncGenerator[str | Appended]) -> AsyncGenerator[Delta]:
         raise InvalidRequest(f"{self.card.name} takes its whole input at once", field="open")
 
     def speaks(self, member: str) -> bool:

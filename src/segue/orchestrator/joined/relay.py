@@ -43,7 +43,7 @@ from segue.messages.deltas import (
 )
 from segue.messages.errors import InvalidRequest, SegueError, StageFailed
 from segue.messages.request import NOTHING, ArrayInfo, MediaPart, Part, Received, Request, TextPart
-from segue.models.shared.dialects.pieces import Parser, Piece, Said
+from segue.models.shared.dialects.pieces import Parser, ReplyPiece, Said
 from segue.orchestrator.spoken.passages import Passage, Passages, in_turn
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ class _Relay:
         opened = dialect.begins_in_thought(chat.template_kwargs if chat is not None else {})
         return dialect.parser(opened=opened, tools=tools or None)
 
-    def _hand_on_text(self, visit: str, pieces: list[Piece]) -> list[str]:
+    def _hand_on_text(self, visit: str, pieces: list[ReplyPiece]) -> list[str]:
         """Hand on what a model says. Returns it."""
         said = [piece.text for piece in pieces if isinstance(piece, Said) and piece.text]
         for text in said:

@@ -24,7 +24,7 @@ from segue.messages.deltas import Delta, ProgressDelta, TokensDelta
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, diffusion_from
 from segue.messages.errors import ConfigError, InvalidRequest, StageFailed, nearest, shown, wrong
 from segue.messages.join import Listen
-from segue.messages.request import MULTI_MODAL_DATA, MediaPart, Message, Piece, Request
+from segue.messages.request import MULTI_MODAL_DATA, Appended, MediaPart, Message, Request
 from segue.messages.sampling import SamplingParams, sampling_from
 from segue.models.model_graph import ModelGraph, read_models
 from segue.models.shared.diffusion.sizes import Sizes
@@ -202,7 +202,7 @@ class AsyncOmni:
         input at once as well."""
         return self._served.open(request, reply=reply)
 
-    def stream_appended(self, request: Request, pieces: AsyncGenerator[str | Piece]) -> AsyncGenerator[Delta]:
+    def stream_appended(self, request: Request, pieces: AsyncGenerator[str | Appended]) -> AsyncGenerator[Delta]:
         """As `stream`, of an open request to which the pieces are appended as they come."""
         return self._served.stream_appended(request, pieces)
 

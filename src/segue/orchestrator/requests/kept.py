@@ -5,6 +5,8 @@ its input stage makes one prompt of all: earlier prompts, replies exactly as the
 So the outcome does not depend on what workers hold, and any number of requests may go on from the same one. What is
 held saves computing: the worker that read the predecessor is preferred, holds its blocks for a while
 (`engines/autoregressive/hold`), and shares them with each successor.
+
+Optional reading: only for requests that are kept, or go on from kept ones.
 """
 
 from __future__ import annotations

@@ -9,7 +9,10 @@
     async for delta in request: ...          # up to `Finished`
 
 What was generated stays part of the context. The outcome does not depend on how the input is split, nor on when the
-pieces arrive (`segue.engines.autoregressive.hold`); text is tokenized piece by piece. `max_tokens` counts per reply."""
+pieces arrive (`segue.engines.autoregressive.hold`); text is tokenized piece by piece. `max_tokens` counts per reply.
+
+Optional reading: only for requests whose input is appended while they run.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from segue.media.sources import PYTHON_POLICY
 from segue.messages.deltas import Delta, Finished, TurnEnded
 from segue.messages.errors import InvalidRequest, TooLarge, wrong
 from segue.messages.limits import RequestLimits, check_carried
-from segue.messages.request import Piece, Request
+from segue.messages.request import Appended, Request
 from segue.messages.tensors import TensorSpec, check_tensors
 from segue.orchestrator.requests.request_state import RequestState
 from segue.orchestrator.service import ModelCard
@@ -43,7 +46,7 @@ class Requests(Protocol):
 
     def stream(self, asked: RequestState) -> AsyncGenerator[Delta]: ...
 
-    def append(self, state: RequestState, piece: Piece | None) -> bool: ...
+    def append(self, state: RequestState, piece: Appended | None) -> bool: ...
 
     def cancel(self, state: RequestState) -> None: ...
 
@@ -82,7 +85,7 @@ class OpenRequest:
         if not self._take(piece_of(piece, reply)):
             raise InvalidRequest(f"append was called after request {self.request_id!r} had ended", field="append")
 
-    def _take(self, made: Piece) -> bool:
+    def _take(self, made: Appended) -> bool:
         """Give a piece to the request; False if it has ended. Raises `InvalidRequest` or `TooLarge`."""
         size = len((made.prompt or "").encode()) + TOKEN_BYTES * len(made.prompt_token_ids or ())
         size += sum(len(part.data) for part in made.tensors)
@@ -101,7 +104,7 @@ class OpenRequest:
         self._bytes += size
         return self._requests.append(self._books, made)
 
-    async def follow(self, pieces: AsyncGenerator[str | Piece]) -> AsyncGenerator[Delta]:
+    async def follow(self, pieces: AsyncGenerator[str | Appended]) -> AsyncGenerator[Delta]:
         """Append pieces as they come, and close the input at their end; yield the deltas meanwhile, `Finished` last.
         Raises what `pieces` raises, after the deltas that are there by then."""
         appending = asyncio.create_task(self._append_all(pieces))
@@ -126,9 +129,9 @@ class OpenRequest:
             await asyncio.gather(*tasks, return_exceptions=True)
             await pieces.aclose()
 
-    async def _append_all(self, pieces: AsyncGenerator[str | Piece]) -> None:
+    async def _append_all(self, pieces: AsyncGenerator[str | Appended]) -> None:
         async for piece in pieces:
-            if not self._take(piece if isinstance(piece, Piece) else piece_of(piece, reply=False)):
+            if not self._take(piece if isinstance(piece, Appended) else piece_of(piece, reply=False)):
                 return
         await self.close()
 
@@ -174,7 +177,7 @@ async def _next(deltas: AsyncGenerator[Delta]) -> Delta:
     return await anext(deltas)
 
 
-def piece_of(piece: str | Iterable[int] | Mapping[str, Any], reply: bool) -> Piece:
+def piece_of(piece: str | Iterable[int] | Mapping[str, Any], reply: bool) -> Appended:
     """A piece from text, token ids, or tensors by name. Raises `InvalidRequest`."""
     if not isinstance(reply, bool):
         raise wrong("reply", reply, "true or false")
@@ -182,11 +185,11 @@ def piece_of(piece: str | Iterable[int] | Mapping[str, Any], reply: bool) -> Pie
         if not piece:
             raise wrong("append", piece, "text of at least one character")
         check_carried(piece, "append")
-        return Piece(prompt=piece, reply=reply)
+        return Appended(prompt=piece, reply=reply)
     if isinstance(piece, Mapping):
         if not piece:
             raise wrong("append", piece, "a mapping of at least one tensor")
-        return Piece(tensors=tensors_from(piece, PYTHON_POLICY, "append"), reply=reply)
+        return Appended(tensors=tensors_from(piece, PYTHON_POLICY, "append"), reply=reply)
     try:
         ids = [operator.index(token) for token in piece]
     except TypeError as error:
@@ -194,7 +197,7 @@ def piece_of(piece: str | Iterable[int] | Mapping[str, Any], reply: bool) -> Pie
     if not ids:
         raise wrong("append", ids, "a list of at least one token id")
     check_carried(ids, "append")
-    return Piece(prompt_token_ids=ids, reply=reply)
+    return Appended(prompt_token_ids=ids, reply=reply)
 
 
 def opened(request: Request, card: ModelCard, *, reply: bool) -> Request:

@@ -1,4 +1,7 @@
-"""Check the size of prompt embeddings when a request is admitted."""
+"""Check the size of prompt embeddings when a request is admitted.
+
+Optional reading: only for prompts of embeddings.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from segue.messages.deltas import (
     after,
     stream_of,
 )
-from segue.messages.request import ArrayInfo, MediaPart, Piece, Request
+from segue.messages.request import Appended, ArrayInfo, MediaPart, Request
 from segue.messages.units import TurnEnd, Unit, ids_of
 from segue.messages.wire import Emission, OutputEnd, StageDone
 from segue.orchestrator.requests.client_queue import ClientQueue
@@ -122,7 +122,7 @@ class RequestState:
     turns: dict[str, list[TurnEnd]] = field(default_factory=dict)
     """Autoregressive stage → the turns that ended among the units of its output, if the request is open; of `held`, the
     visits."""
-    appended: list[Piece | None] = field(default_factory=list)
+    appended: list[Appended | None] = field(default_factory=list)
     """What was appended to the open request, in order; None: its input was closed."""
     delivered: dict[tuple[str, Stream], int] = field(default_factory=dict)
     """(visit, its output) → units that the client has."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from segue.graph.parts import stage_of, visit_name
-from segue.messages.request import Piece
+from segue.messages.request import Appended
 from segue.messages.wire import Append, Begin, Close, Moved, Peer, Resend, Return, Throttle, ToWorker
 from segue.orchestrator.requests.request_state import RequestState
 
@@ -75,7 +75,7 @@ def closed(state: RequestState) -> Addressed:
     return here.address, Close(state.id, state.held, here.attempt)
 
 
-def appended(state: RequestState, piece: Piece | None) -> Addressed:
+def appended(state: RequestState, piece: Appended | None) -> Addressed:
     """Give the input stage a piece that the client appended; None: the input is closed."""
     here = state.stages[state.input]
     return here.address, Append(state.id, state.input, here.attempt, piece)

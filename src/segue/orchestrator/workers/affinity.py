@@ -3,6 +3,8 @@
 The control plane has no token ids. It hashes what it sees of a prompt (text, ids, media bytes) in blocks, each chained
 to the one before, as the KV cache does with tokens. A wrong guess costs time, never correctness: each worker looks up
 its own cache.
+
+Optional reading: `Router` asks it where a session or a prefix was last.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Find hanging workers: a worker with requests must answer pings within a limit."""
+"""Find hanging workers: a worker with requests must answer pings within a limit.
+
+Optional reading: the supervisor asks `HangWatch` which workers have been silent for too long.
+"""
 
 from __future__ import annotations
 

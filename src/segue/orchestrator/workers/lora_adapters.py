@@ -1,4 +1,7 @@
-"""The LoRA adapters that the workers of a stage should have, kept so that a restarted worker gets them again."""
+"""The LoRA adapters that the workers of a stage should have, kept so that a restarted worker gets them again.
+
+Optional reading: only for adapters that come and go while a server runs.
+"""
 
 from __future__ import annotations
 

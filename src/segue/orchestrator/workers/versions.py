@@ -1,4 +1,7 @@
-"""The version of Segue that runs, which the hosts of one system share."""
+"""The version of Segue that runs, which the hosts of one system share.
+
+Optional reading: compared once, when a host joins.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from segue.messages.deltas import Delta, Finished, TextDelta
-from segue.models.shared.dialects.pieces import CallBegun, Piece, Said, Thought
+from segue.models.shared.dialects.pieces import CallBegun, ReplyPiece, Said, Thought
 from segue.server.anthropic.request import MessagesRequest
 from segue.server.openai.chat.reply import ReplyReader, call_id
 
@@ -55,7 +55,7 @@ class MessageWriter:
         self._reader = ReplyReader(asked.chat)
         self._content: list[dict[str, Any]] = []
         self._block: _Block | None = None
-        self._kind: type[Piece] | None = None
+        self._kind: type[ReplyPiece] | None = None
         """Text of the open block so far."""
         self._end: Finished | None = None
 
@@ -90,7 +90,7 @@ class MessageWriter:
             "usage": self._usage(),
         }
 
-    def _written(self, pieces: list[Piece]) -> list[Event]:
+    def _written(self, pieces: list[ReplyPiece]) -> list[Event]:
         events: list[Event] = []
         for piece in pieces:
             if isinstance(piece, CallBegun):
@@ -107,7 +107,7 @@ class MessageWriter:
             events.append({"type": "content_block_delta", "index": len(self._content), "delta": delta})
         return events
 
-    def _opened(self, block: _Block, kind: type[Piece]) -> list[Event]:
+    def _opened(self, block: _Block, kind: type[ReplyPiece]) -> list[Event]:
         events = self._closed()
         self._block, self._kind = block, kind
         return [

@@ -9,7 +9,7 @@ import msgspec
 
 from segue.messages.deltas import Delta, Finished, TextDelta
 from segue.messages.errors import InvalidRequest, NotFound, SegueError, nearest, shown
-from segue.messages.request import Piece, Request, TextPart
+from segue.messages.request import Appended, Request, TextPart
 from segue.messages.tensors import items_of
 from segue.orchestrator.service import Health, ModelCard, MovedWorker, Service
 from segue.server.tenants.tenants import NOBODY, Account, Tenants, caller, calling
@@ -59,7 +59,7 @@ class TenantService:
         request, account = self._of_caller(request)
         return _charged(self._service.stream(request), request, account)
 
-    def stream_appended(self, request: Request, pieces: AsyncGenerator[str | Piece]) -> AsyncGenerator[Delta]:
+    def stream_appended(self, request: Request, pieces: AsyncGenerator[str | Appended]) -> AsyncGenerator[Delta]:
         request, account = self._of_caller(request)
         deltas = self._service.stream_appended(request, _charged_pieces(pieces, account, self._service.card))
         return _charged(deltas, request, account)
@@ -138,8 +138,8 @@ async def _charging(deltas: AsyncGenerator[Delta], request: Request, account: Ac
 
 
 async def _charged_pieces(
-    pieces: AsyncGenerator[str | Piece], account: Account, card: ModelCard
-) -> AsyncGenerator[str | Piece]:
+    pieces: AsyncGenerator[str | Appended], account: Account, card: ModelCard
+) -> AsyncGenerator[str | Appended]:
     """Yield the pieces and charge each by its length: they are input that the usage does not count."""
     async with aclosing(pieces):
         async for piece in pieces:
@@ -148,7 +148,7 @@ async def _charged_pieces(
             yield piece
 
 
-def _tokens(piece: str | Piece, card: ModelCard) -> int:
+def _tokens(piece: str | Appended, card: ModelCard) -> int:
     """The tokens of a piece, approximately if it is text."""
     if isinstance(piece, str):
         return -(-len(piece) // _CHARACTERS)

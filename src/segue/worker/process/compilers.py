@@ -2,6 +2,8 @@
 
 If it is killed, `python -m segue.worker.process.compilers CONTROL_FD WORKER_PID NAME` replaces it: by then the worker
 has threads and a device, and must not fork.
+
+Optional reading: grammars compile there, apart from the worker.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ needs one chunk, or the largest region, more than its weights, and not twice the
 
 Filled chunks are read-only: a worker that wrote to a weight would get an error from the device, and no other worker
 would read what it wrote.
+
+Optional reading: `shared_weights` chooses it on a GPU.
 """
 
 from __future__ import annotations

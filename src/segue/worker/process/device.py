@@ -3,7 +3,10 @@ planned memory once CUDA reports the real size.
 
 A plan is made without CUDA, from the sizes that `nvidia-smi` reports for whole GPUs. It reports none for a MIG instance
 or for a GPU that shares the machine's memory; and a process sees an instance in place of a GPU that is divided, with
-less memory than planned."""
+less memory than planned.
+
+Optional reading: called once, at load.
+"""
 
 from __future__ import annotations
 

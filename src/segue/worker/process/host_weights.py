@@ -1,6 +1,8 @@
 """Shared weights on a CPU: they lie in the memfd of the store, after its index.
 
 Mappings are private: a worker that wrote to a weight would get its own copy of that page.
+
+Optional reading: `shared_weights` chooses it on a CPU.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 It forks them before it has a thread or a socket of its own. If a follower ends, the worker ends too and is restarted
 with all its ranks, like any worker; the kernel kills the followers of a worker that ends.
+
+Optional reading: a worker of one rank has none.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ until the last of its workers has ended: it does not matter whether the worker t
 
 `Memory` is where the weights lie: `host_weights` is that of a CPU, `cuda_weights` that of a GPU. Weights that torch
 does not see as parameters or buffers of a module, such as layers packed by oneDNN or FBGEMM, are not shared.
+
+Optional reading: `load_shared` gives a network the weights that another worker of its stage has loaded.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ seals say that a worker has filled it.
 File descriptors keep memory of a CUDA device, and a message in the queue of a socket keeps the descriptors: the worker
 that fills the memory sends it, the others peek at it. MSG_PEEK duplicates the descriptors of a message and leaves it in
 the queue, so the kernel keeps the memory until all processes have closed the sockets, whichever worker dies.
+
+Optional reading: a fork server keeps one per stage and device, so that weights outlive workers.
 """
 
 from __future__ import annotations

@@ -5,20 +5,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ar_scheduling import SIZE, advance, job, make
+from ar_scheduling import SIZE, advance, make, new_sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.engines.autoregressive.schedule.jobs import Decision, Job
+from segue.engines.autoregressive.schedule.decision import Decision, ScheduledSequence
 from segue.engines.autoregressive.schedule.scheduler import Scheduler
 
 
-def fork(scheduler: Scheduler, parent: Job, count: int, *, beam_group: bool) -> list[Job]:
+def fork(scheduler: Scheduler, parent: ScheduledSequence, count: int, *, beam_group: bool) -> list[ScheduledSequence]:
     """`count` children of a running sequence that has computed all but the token it has just got."""
     children = []
     for number in range(1, count + 1):
         priority, arrival, serial = parent.rank
-        child = Job(f"{parent.key}.{number}", (priority, arrival, serial + number), parent.length, parent.length)
+        child = ScheduledSequence(
+            f"{parent.key}.{number}", (priority, arrival, serial + number), parent.length, parent.length
+        )
         child.hashes = parent.hashes[:]
         scheduler.fork(parent, child)
         children.append(child)
@@ -30,11 +32,11 @@ def fork(scheduler: Scheduler, parent: Job, count: int, *, beam_group: bool) -> 
 
 
 def runs(decision: Decision) -> dict[str, tuple[int, bool]]:
-    return {run.job.key: (run.tokens, run.copy) for run in decision.runs}
+    return {run.sequence.key: (run.tokens, run.copy) for run in decision.runs}
 
 
-def prefilled(scheduler: Scheduler, length: int) -> Job:
-    parent = job("p", length)
+def prefilled(scheduler: Scheduler, length: int) -> ScheduledSequence:
+    parent = new_sequence("p", length)
     scheduler.add(parent)
     advance(scheduler)
     return parent
@@ -75,7 +77,7 @@ def test_a_beam_group_runs_whole_or_not_at_all():
     beam_group = fork(scheduler, parent, 3, beam_group=True)
     scheduler.remove(parent)
     for serial, key in enumerate(("first", "second")):
-        scheduler.add(job(key, 3, priority=-1, serial=serial))
+        scheduler.add(new_sequence(key, 3, priority=-1, serial=serial))
     assert set(runs(advance(scheduler))) == {"p.1", "p.2", "p.3", "first", "second"}
     scheduler.limits = make(1, max_batch=4).limits
     assert set(runs(advance(scheduler))) == {"first", "second"}, "two places are left, and three are wanted"
@@ -90,7 +92,7 @@ def test_a_beam_group_is_preempted_whole():
     beam_group = fork(scheduler, parent, 3, beam_group=True)
     scheduler.remove(parent)
     advance(scheduler)
-    scheduler.add(job("urgent", SIZE, priority=-1))
+    scheduler.add(new_sequence("urgent", SIZE, priority=-1))
     advance(scheduler)
     decision = advance(scheduler)
     assert {victim.key for victim in decision.preempt} == {one.key for one in beam_group}
@@ -99,9 +101,9 @@ def test_a_beam_group_is_preempted_whole():
 
 def test_room_is_kept_for_what_a_prompt_will_be_forked_into():
     scheduler = make(100, max_batch=4)
-    wide, narrow = job("wide", 3, arrival=1), job("narrow", 3, arrival=2)
+    wide, narrow = new_sequence("wide", 3, arrival=1), new_sequence("narrow", 3, arrival=2)
     wide.width = 3
-    for one in (job("first", 3), wide, narrow):
+    for one in (new_sequence("first", 3), wide, narrow):
         scheduler.add(one)
     assert set(runs(advance(scheduler))) == {"first", "wide"}
 
@@ -113,9 +115,9 @@ class Family:
     prompt: int
     count: int
     beam_group: bool
-    root: Job
+    root: ScheduledSequence
     total: int
-    live: list[Job] = field(default_factory=list)
+    live: list[ScheduledSequence] = field(default_factory=list)
     forked: bool = False
 
 
@@ -145,7 +147,7 @@ def test_blocks_are_conserved(wanted, num_blocks, max_batch, max_tokens, windows
     for step in range(600):
         for place, request in enumerate(wanted):
             if request["start"] == step:
-                root = job(
+                root = new_sequence(
                     f"r{place}", request["prompt"], priority=request["priority"], arrival=step, serial=10 * place
                 )
                 root.width = request["count"]
@@ -161,12 +163,12 @@ def test_blocks_are_conserved(wanted, num_blocks, max_batch, max_tokens, windows
         together(decision)
         assert sum(run.tokens for run in decision.runs) <= max_tokens
         assert len(decision.runs) <= max_batch
-        held = {run.job.key: list(run.job.blocks) for run in decision.runs}
+        held = {run.sequence.key: list(run.sequence.blocks) for run in decision.runs}
         copies = scheduler.apply(decision)
         written(scheduler, decision)
         assert all(any(source in blocks for blocks in held.values()) for source, _ in copies)
         for run in decision.runs:
-            scheduler.advance(run.job, run.stop, publish=False)
+            scheduler.advance(run.sequence, run.stop, publish=False)
         for place in list(alive):
             grow(scheduler, alive[place], wanted[place]["parents"], {id(one) for one in decision.preempt})
             if not alive[place].live:
@@ -180,9 +182,9 @@ def test_blocks_are_conserved(wanted, num_blocks, max_batch, max_tokens, windows
 
 def together(decision: Decision) -> None:
     """Beam groups whose last tokens are ready run whole; all of a beam group is preempted."""
-    ran, gone = {id(run.job) for run in decision.runs}, {id(one) for one in decision.preempt}
+    ran, gone = {id(run.sequence) for run in decision.runs}, {id(one) for one in decision.preempt}
     for run in decision.runs:
-        assert {id(one) for one in run.job.unit} <= ran
+        assert {id(one) for one in run.sequence.unit} <= ran
     for one in decision.preempt:
         assert {id(other) for other in one.beam_group} <= gone
 
@@ -190,7 +192,7 @@ def together(decision: Decision) -> None:
 def written(scheduler: Scheduler, decision: Decision) -> None:
     """After the copies, every block that is written to in this step has one holder."""
     for run in decision.runs:
-        for table in run.job.tables:
+        for table in run.sequence.tables:
             for index in range(run.start // SIZE, -(-run.stop // SIZE)):
                 assert scheduler.pool.references[table.blocks[index - table.first]] == 1
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from segue.engines.autoregressive.cache.blocks import ROOT, BlockPool, block_hash
 from segue.engines.autoregressive.cache.states import Snapshots, StateSlots, places
-from segue.engines.autoregressive.schedule.jobs import Decision, Job, Limits
+from segue.engines.autoregressive.schedule.decision import Decision, Limits, ScheduledSequence
 from segue.engines.autoregressive.schedule.scheduler import Scheduler
 
 SIZE = 4
@@ -21,19 +21,19 @@ class Model:
     """A stage whose state after some tokens is these tokens, so that a wrong one is seen."""
 
     scheduler: Scheduler
-    texts: dict[Job, str] = field(default_factory=dict)
+    texts: dict[ScheduledSequence, str] = field(default_factory=dict)
     """Known tokens of each sequence."""
     memory: dict[int, str] = field(default_factory=dict)
     """By slot."""
     computed: int = 0
     """Tokens, all in all."""
 
-    def add(self, key: str, text: str, serial: int) -> Job:
-        job = Job(key, (0, 0.0, serial))
-        self.texts[job] = ""
-        self._append(job, text)
-        self.scheduler.add(job)
-        return job
+    def add(self, key: str, text: str, serial: int) -> ScheduledSequence:
+        sequence = ScheduledSequence(key, (0, 0.0, serial))
+        self.texts[sequence] = ""
+        self._append(sequence, text)
+        self.scheduler.add(sequence)
+        return sequence
 
     def launch(self) -> Decision:
         scheduler = self.scheduler
@@ -45,13 +45,13 @@ class Model:
         for source, target in scheduler.slots.take_copies():
             self.memory[target] = before[source]
         for run in decision.runs:
-            text, slot = self.texts[run.job] + "d" * run.drafts, run.job.slot
+            text, slot = self.texts[run.sequence] + "d" * run.drafts, run.sequence.slot
             assert slot is not None
             assert run.start == 0 or self.memory[slot] == text[: run.start], "it goes on from another's state"
             self.memory[slot] = text[: run.stop]
             for place in run.keep:
-                if place in run.job.held:
-                    self.memory[run.job.held[place]] = text[:place]
+                if place in run.sequence.held:
+                    self.memory[run.sequence.held[place]] = text[:place]
             self.computed += run.tokens
         scheduler.dispatched(decision.runs)
         return decision
@@ -60,13 +60,13 @@ class Model:
         """`accepted`: of the drafts of each, where it has so many."""
         self.scheduler.completed(decision.runs)
         for run in decision.runs:
-            if run.job in self.texts:
+            if run.sequence in self.texts:
                 computed = run.stop
-                if run.stop - run.drafts == run.job.length:
-                    self._append(run.job, "d" * min(accepted, run.drafts) + letter)
-                    computed = run.job.length - 1
-                run.job.drafts = 0
-                self.scheduler.advance(run.job, computed, publish=not broken)
+                if run.stop - run.drafts == run.sequence.length:
+                    self._append(run.sequence, "d" * min(accepted, run.drafts) + letter)
+                    computed = run.sequence.length - 1
+                run.sequence.drafts = 0
+                self.scheduler.advance(run.sequence, computed, publish=not broken)
         self.scheduler.settle()
         self.scheduler.audit()
 
@@ -75,17 +75,17 @@ class Model:
         self.land(decision)
         return decision
 
-    def remove(self, job: Job) -> None:
-        del self.texts[job]
-        self.scheduler.remove(job)
+    def remove(self, sequence: ScheduledSequence) -> None:
+        del self.texts[sequence]
+        self.scheduler.remove(sequence)
 
-    def _append(self, job: Job, text: str) -> None:
-        self.texts[job] += text
-        job.length = job.ready = len(self.texts[job])
-        while (len(job.hashes) + 1) * SIZE <= job.length:
-            start = len(job.hashes) * SIZE
-            parent = job.hashes[-1] if job.hashes else ROOT
-            job.hashes.append(block_hash(parent, self.texts[job][start : start + SIZE].encode()))
+    def _append(self, sequence: ScheduledSequence, text: str) -> None:
+        self.texts[sequence] += text
+        sequence.length = sequence.ready = len(self.texts[sequence])
+        while (len(sequence.hashes) + 1) * SIZE <= sequence.length:
+            start = len(sequence.hashes) * SIZE
+            parent = sequence.hashes[-1] if sequence.hashes else ROOT
+            sequence.hashes.append(block_hash(parent, self.texts[sequence][start : start + SIZE].encode()))
 
 
 def make(
@@ -98,7 +98,7 @@ def make(
 
 
 def starts(decision: Decision) -> dict[str, int]:
-    return {run.job.key: run.start for run in decision.runs}
+    return {run.sequence.key: run.start for run in decision.runs}
 
 
 prompts = st.lists(st.sampled_from(["aaaa", "bbbb", "ab", "a"]), min_size=1, max_size=6).map("".join)
@@ -133,28 +133,28 @@ def test_whoever_goes_on_finds_its_own_tokens(actions, spare, sequences, kept, m
             case "remove" if live:
                 model.remove(live[given_ % len(live)])
             case "pause" if live:
-                job = live[given_ % len(live)]
-                job.paused = not job.paused
+                sequence = live[given_ % len(live)]
+                sequence.paused = not sequence.paused
             case "step" | "broken":
                 model.land(model.launch(), broken=action == "broken", letter=given_)
             case "draft":
-                for job in live:
-                    job.drafts = 3 * (job.running and job.computed == job.length - 1)
+                for sequence in live:
+                    sequence.drafts = 3 * (sequence.running and sequence.computed == sequence.length - 1)
                 model.land(model.launch(), accepted=given_)
             case "in flight":
                 decision = model.launch()
                 for run in decision.runs[:1]:
-                    model.remove(run.job)
+                    model.remove(run.sequence)
                 model.land(decision, letter=given_)
             case _:
                 pass
         model.scheduler.settle()
         model.scheduler.audit()
         assert snapshots.kept <= snapshots.total
-        for job in [job for job, text in model.texts.items() if len(text) >= 50]:
-            model.remove(job)
-    for job in list(model.texts):
-        model.remove(job)
+        for sequence in [sequence for sequence, text in model.texts.items() if len(text) >= 50]:
+            model.remove(sequence)
+    for sequence in list(model.texts):
+        model.remove(sequence)
     model.scheduler.audit()
 
 
@@ -191,20 +191,20 @@ def test_a_beginning_that_is_met_again_is_kept():
     not."""
     model, _ = make()
     for serial, start in enumerate([0, 0, 12, 12]):
-        job = model.add(f"r{serial}", "x" * 13 + str(serial) * 9, serial)
+        sequence = model.add(f"r{serial}", "x" * 13 + str(serial) * 9, serial)
         assert starts(model.step()) == {f"r{serial}": start}
-        model.remove(job)
+        model.remove(sequence)
 
 
 def test_a_reply_is_gone_on_from():
     """What is kept while a sequence generates is its last border only."""
     model, snapshots = make()
-    job = model.add("first", "x" * 6, 0)
-    while len(model.texts[job]) < 16:
+    sequence = model.add("first", "x" * 6, 0)
+    while len(model.texts[sequence]) < 16:
         model.step()
     assert snapshots.kept == 2  # the prompt's last border, and that after 12 tokens
-    text = model.texts[job]
-    model.remove(job)
+    text = model.texts[sequence]
+    model.remove(sequence)
     model.add("next", text + "y" * 5, 1)
     assert starts(model.step()) == {"next": 12}
 
@@ -226,26 +226,26 @@ def test_after_a_preemption_it_goes_on():
 @pytest.mark.parametrize(("accepted", "start", "kept"), [(0, 7, 2), (1, 7, 2), (3, 10, 1)])
 def test_behind_a_rejected_draft_it_goes_on_from_before_them(accepted, start, kept):
     model, snapshots = make(drafts=True)
-    job = model.add("one", "x" * 6, 0)
+    sequence = model.add("one", "x" * 6, 0)
     model.step()
-    job.drafts = 3
+    sequence.drafts = 3
     decision = model.launch()
     assert [(run.start, run.stop, run.keep) for run in decision.runs] == [(6, 10, (7,))]
     model.land(decision, accepted=accepted)
-    assert len(model.texts[job]) == 7 + accepted + 1
+    assert len(model.texts[sequence]) == 7 + accepted + 1
     assert starts(model.step()) == {"one": start}
     assert snapshots.kept == kept
 
 
 def test_what_restarts_gives_all_back():
     model, snapshots = make(drafts=True)
-    job = model.add("one", "x" * 6, 0)
+    sequence = model.add("one", "x" * 6, 0)
     model.step()
-    job.drafts = 3
+    sequence.drafts = 3
     decision = model.launch()
     model.scheduler.completed(decision.runs)
-    model.scheduler.restart(job)
-    job.drafts = 0
+    model.scheduler.restart(sequence)
+    sequence.drafts = 0
     model.scheduler.audit()
     assert (model.scheduler.pool.used, snapshots.kept) == (0, 1)
     assert starts(model.step()) == {"one": 4}
@@ -291,13 +291,13 @@ def test_a_long_prompt_leaves_others_their_states():
 
 
 def test_where_states_are_kept():
-    job = Job("r", (0, 0.0, 0), length=22, hashes=[b""] * 5)
-    assert places(job, 0, 10, 0, SIZE) == (8,)  # a chunk
-    assert places(job, 8, 10, 0, SIZE) == ()
-    assert places(job, 10, 22, 0, SIZE) == (20,)
-    assert places(job, 10, 22, 16, SIZE) == (16, 20)
-    assert places(job, 21, 22, 16, SIZE) == ()
-    job.length = 20
-    assert places(job, 0, 20, 0, SIZE) == (16, 20)  # for an equal prompt, and for a longer one
-    job.beam_group = [job]
-    assert places(job, 0, 20, 0, SIZE) == ()
+    sequence = ScheduledSequence("r", (0, 0.0, 0), length=22, hashes=[b""] * 5)
+    assert places(sequence, 0, 10, 0, SIZE) == (8,)  # a chunk
+    assert places(sequence, 8, 10, 0, SIZE) == ()
+    assert places(sequence, 10, 22, 0, SIZE) == (20,)
+    assert places(sequence, 10, 22, 16, SIZE) == (16, 20)
+    assert places(sequence, 21, 22, 16, SIZE) == ()
+    sequence.length = 20
+    assert places(sequence, 0, 20, 0, SIZE) == (16, 20)  # for an equal prompt, and for a longer one
+    sequence.beam_group = [sequence]
+    assert places(sequence, 0, 20, 0, SIZE) == ()

@@ -105,7 +105,7 @@ def run(engine: ContextEngine) -> dict[str, Any]:
 
 
 words = st.integers(1, 26).flatmap(lambda length: st.integers(0, 20).map(lambda start: TEXT[start : start + length]))
-jobs = st.one_of(
+scheduled = st.one_of(
     st.fixed_dictionaries(
         {
             "kind": st.just("reads"),
@@ -122,7 +122,7 @@ jobs = st.one_of(
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 6), jobs), min_size=1, max_size=7),
+    st.lists(st.tuples(st.integers(0, 6), scheduled), min_size=1, max_size=7),
     st.integers(0, 6),
     st.integers(1, 4),
     st.sampled_from(["fcfs", "fair", "priority"]),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from segue.engines.autoregressive.cache.blocks import ROOT, BlockPool, block_hash
 from segue.engines.autoregressive.schedule.bidirectional import around, check_bidirectional, fitting, longest_of, whole
-from segue.engines.autoregressive.schedule.jobs import Job, Limits
+from segue.engines.autoregressive.schedule.decision import Limits, ScheduledSequence
 from segue.engines.autoregressive.schedule.scheduler import Scheduler
 from segue.messages.errors import StageFailed
 
@@ -29,13 +29,15 @@ def placed(given_spans: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def job_of(serial: int, prompt: tuple[list[tuple[int, int]], int, str]) -> Job:
+def sequence_of(serial: int, prompt: tuple[list[tuple[int, int]], int, str]) -> ScheduledSequence:
     bidirectional = placed(prompt[0])
     length = (bidirectional[-1][1] if bidirectional else 0) + prompt[1]
     keys = [ROOT]
     for start in range(0, length - SIZE + 1, SIZE):
         keys.append(block_hash(keys[-1], f"{prompt[2]}{bidirectional}{start}".encode()))
-    return Job(f"r{serial}", (0, 0.0, serial), length, length, hashes=keys[1:], bidirectional=bidirectional)
+    return ScheduledSequence(
+        f"r{serial}", (0, 0.0, serial), length, length, hashes=keys[1:], bidirectional=bidirectional
+    )
 
 
 def inside(bidirectional: tuple[tuple[int, int], ...], place: int) -> bool:
@@ -52,33 +54,35 @@ def inside(bidirectional: tuple[tuple[int, int], ...], place: int) -> bool:
 )
 def test_spans_stay_whole_and_everyone_finishes(wanted, spare, max_tokens, chunk, windows):
     limits = Limits(SIZE, 4, max_tokens, windows, chunk)
-    jobs = [job_of(serial, prompt) for serial, (prompt, _, _) in enumerate(wanted)]
-    totals = {job.key: job.length + output for job, (_, _, output) in zip(jobs, wanted, strict=True)}
-    need = max(limits.need(totals[job.key], longest_of(job.bidirectional)) for job in jobs)
+    sequences = [sequence_of(serial, prompt) for serial, (prompt, _, _) in enumerate(wanted)]
+    totals = {
+        sequence.key: sequence.length + output for sequence, (_, _, output) in zip(sequences, wanted, strict=True)
+    }
+    need = max(limits.need(totals[sequence.key], longest_of(sequence.bidirectional)) for sequence in sequences)
     scheduler = Scheduler(BlockPool(need + spare), limits)
-    arrivals = {job.key: start for job, (_, start, _) in zip(jobs, wanted, strict=True)}
+    arrivals = {sequence.key: start for sequence, (_, start, _) in zip(sequences, wanted, strict=True)}
     live = set(totals)
     for step in range(600):
-        for job in jobs:
-            if arrivals[job.key] == step:
-                scheduler.add(job)
+        for sequence in sequences:
+            if arrivals[sequence.key] == step:
+                scheduler.add(sequence)
         decision = scheduler.next()
         taken = [run.tokens for run in decision.runs]
         assert sum(taken) < max_tokens + LONGEST
-        runnable = [job for job in scheduler.running if job.runnable]
+        runnable = [sequence for sequence in scheduler.running if sequence.runnable]
         if runnable:
-            assert runnable[0] in [run.job for run in decision.runs], "the first in rank was passed over"
+            assert runnable[0] in [run.sequence for run in decision.runs], "the first in rank was passed over"
         scheduler.apply(decision)
         for run in decision.runs:
-            assert not inside(run.job.bidirectional, run.start), "it begins in the middle of a span"
-            assert not inside(run.job.bidirectional, run.stop), "it ends in the middle of a span"
-            scheduler.advance(run.job, run.stop, publish=True)
-            if run.stop == run.job.length:
-                run.job.length += 1
-                run.job.ready = run.job.length
-                if run.job.length > totals[run.job.key]:
-                    scheduler.remove(run.job)
-                    live.discard(run.job.key)
+            assert not inside(run.sequence.bidirectional, run.start), "it begins in the middle of a span"
+            assert not inside(run.sequence.bidirectional, run.stop), "it ends in the middle of a span"
+            scheduler.advance(run.sequence, run.stop, publish=True)
+            if run.stop == run.sequence.length:
+                run.sequence.length += 1
+                run.sequence.ready = run.sequence.length
+                if run.sequence.length > totals[run.sequence.key]:
+                    scheduler.remove(run.sequence)
+                    live.discard(run.sequence.key)
         scheduler.audit()
         if not live:
             break
@@ -88,11 +92,11 @@ def test_spans_stay_whole_and_everyone_finishes(wanted, spare, max_tokens, chunk
 
 def test_a_hit_ends_where_a_span_begins() -> None:
     scheduler = Scheduler(BlockPool(40), Limits(SIZE, 4, 64))
-    first = job_of(0, ([(5, 8)], 6, "a"))  # tokens 5 to 12 of 19
+    first = sequence_of(0, ([(5, 8)], 6, "a"))  # tokens 5 to 12 of 19
     scheduler.add(first)
     scheduler.apply(scheduler.next())
     scheduler.advance(first, 12, publish=True)  # blocks up to the middle of the span; the fourth is not there
-    second = job_of(1, ([(5, 8)], 6, "a"))
+    second = sequence_of(1, ([(5, 8)], 6, "a"))
     scheduler.remove(first)
     scheduler.add(second)
     [run] = scheduler.next().runs

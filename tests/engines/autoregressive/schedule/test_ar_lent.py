@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from ar_scheduling import advance, job, make
+from ar_scheduling import advance, make, new_sequence
 
-from segue.engines.autoregressive.schedule.jobs import Job
+from segue.engines.autoregressive.schedule.decision import ScheduledSequence
 from segue.engines.autoregressive.schedule.policies import Accounts
 
 
-def lent(key: str, length: int, *, arrival: float = 9.0) -> Job:
+def lent(key: str, length: int, *, arrival: float = 9.0) -> ScheduledSequence:
     """Its newest token is not computed."""
-    one = job(key, length, arrival=arrival)
+    one = new_sequence(key, length, arrival=arrival)
     one.lent = one.open = True
     one.ready = length - 1
     return one
@@ -22,23 +22,23 @@ def test_one_is_admitted_before_an_older_one_that_does_not_fit() -> None:
         scheduler.accounts = accounts
         scheduler.add(lent("whole", 9))
         advance(scheduler)
-        old, late = job("old", 15, arrival=1.0), lent("late", 8)
+        old, late = new_sequence("old", 15, arrival=1.0), lent("late", 8)
         scheduler.add(old)
         scheduler.add(late)
         decision = advance(scheduler)
-        assert [run.job for run in decision.runs] == [late]
+        assert [run.sequence for run in decision.runs] == [late]
         assert not decision.preempt
 
 
 def test_its_blocks_are_taken_by_nobody() -> None:
     scheduler = make(4)
-    whole, held = lent("whole", 6), job("held", 5, arrival=1.0)
+    whole, held = lent("whole", 6), new_sequence("held", 5, arrival=1.0)
     held.open, held.ready = True, 4
     for one in (whole, held):
         scheduler.add(one)
     advance(scheduler)
     assert scheduler.holding == [held, whole]
-    old = job("old", 8, arrival=0.0)
+    old = new_sequence("old", 8, arrival=0.0)
     scheduler.add(old)
     assert advance(scheduler).preempt == (held,)  # one that only waits for input gives its blocks
     advance(scheduler)
@@ -55,7 +55,7 @@ def test_its_blocks_are_taken_by_nobody() -> None:
 def test_it_takes_blocks_from_older_ones() -> None:
     """While it runs, from any; while it waits, from one that cannot go on."""
     scheduler = make(4, max_tokens=3)
-    old, one = job("old", 3, arrival=0.0), lent("one", 12)
+    old, one = new_sequence("old", 3, arrival=0.0), lent("one", 12)
     scheduler.add(old)
     advance(scheduler)
     scheduler.add(one)
@@ -64,7 +64,7 @@ def test_it_takes_blocks_from_older_ones() -> None:
     assert one.computed == 11
 
     scheduler = make(4)
-    stuck, first = job("stuck", 7, arrival=0.0), lent("first", 7)
+    stuck, first = new_sequence("stuck", 7, arrival=0.0), lent("first", 7)
     for each in (stuck, first):
         scheduler.add(each)
     for _ in range(3):
@@ -76,4 +76,4 @@ def test_it_takes_blocks_from_older_ones() -> None:
     assert decision.preempt == (stuck,)
     if not decision.runs:
         decision = advance(scheduler)
-    assert [run.job for run in decision.runs] == [second]
+    assert [run.sequence for run in decision.runs] == [second]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from segue.engines.autoregressive.cache.blocks import BlockPool
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
-from segue.engines.autoregressive.schedule.jobs import Decision, Job, Limits
+from segue.engines.autoregressive.schedule.decision import Decision, Limits, ScheduledSequence
 from segue.engines.autoregressive.schedule.policies import OUTPUT_WEIGHT, PROMPT_WEIGHT, Accounts, rank
 from segue.engines.autoregressive.schedule.scheduler import Scheduler
 from segue.messages.errors import ConfigError
@@ -36,14 +36,16 @@ class Sim:
         self.seen: dict[str, int] = {}
         self.serial = 0
 
-    def add(self, prompt: int, output: int, *, priority: int = 0, tenant: str = "", share: float = 1) -> Job:
+    def add(
+        self, prompt: int, output: int, *, priority: int = 0, tenant: str = "", share: float = 1
+    ) -> ScheduledSequence:
         key = f"{tenant}{self.serial}"
         order = rank(self.scheduling, priority, self.serial, self.serial)
-        job = Job(key, order, prompt, prompt, tenant=tenant, share=share)
+        sequence = ScheduledSequence(key, order, prompt, prompt, tenant=tenant, share=share)
         self.serial += 1
         self.totals[key], self.prompts[key] = prompt + output, prompt
-        self.scheduler.add(job)
-        return job
+        self.scheduler.add(sequence)
+        return sequence
 
     def step(self) -> Decision:
         scheduler = self.scheduler
@@ -53,21 +55,21 @@ class Sim:
         assert len(decision.runs) <= scheduler.limits.max_batch
         scheduler.apply(decision)
         for run in decision.runs:
-            job = run.job
-            if job.key not in self.seen:
-                self.seen[job.key] = self.prompts[job.key]
-                self.service[job.tenant] += PROMPT_WEIGHT * self.prompts[job.key]
-            scheduler.advance(job, run.stop, publish=False)
-            if run.stop == job.length:
-                job.length = job.ready = job.length + 1
-                self.service[job.tenant] += OUTPUT_WEIGHT
-                if job.length == self.totals[job.key]:
-                    scheduler.remove(job)
+            sequence = run.sequence
+            if sequence.key not in self.seen:
+                self.seen[sequence.key] = self.prompts[sequence.key]
+                self.service[sequence.tenant] += PROMPT_WEIGHT * self.prompts[sequence.key]
+            scheduler.advance(sequence, run.stop, publish=False)
+            if run.stop == sequence.length:
+                sequence.length = sequence.ready = sequence.length + 1
+                self.service[sequence.tenant] += OUTPUT_WEIGHT
+                if sequence.length == self.totals[sequence.key]:
+                    scheduler.remove(sequence)
         scheduler.audit()
         return decision
 
     def waiting(self, tenant: str) -> int:
-        return sum(job.tenant == tenant for job in self.scheduler.waiting)
+        return sum(sequence.tenant == tenant for sequence in self.scheduler.waiting)
 
 
 sizes = st.tuples(st.integers(1, 20), st.integers(1, 12))
@@ -150,7 +152,7 @@ def test_staying_away_saves_nothing_up():
         for tenant in ("busy", "back"):
             while sim.waiting(tenant) < 2:
                 sim.add(4, 4, tenant=tenant)
-        order += [run.job.tenant for run in sim.step().runs if run.start == 0]
+        order += [run.sequence.tenant for run in sim.step().runs if run.start == 0]
     assert "back" in order[:2]
     assert abs(order.count("back") - order.count("busy")) <= 2
 
@@ -183,9 +185,13 @@ def test_nobody_is_admitted_before_one_of_higher_rank(wanted, num_blocks, max_ba
             break
         waiting = list(sim.scheduler.waiting)
         decision = sim.step()
-        admitted = [run.job for run in decision.runs if run.job in waiting]
-        passed = [job for job in waiting if job not in admitted]
-        assert not passed or not admitted or max(job.rank for job in admitted) < min(job.rank for job in passed)
+        admitted = [run.sequence for run in decision.runs if run.sequence in waiting]
+        passed = [sequence for sequence in waiting if sequence not in admitted]
+        assert (
+            not passed
+            or not admitted
+            or max(sequence.rank for sequence in admitted) < min(sequence.rank for sequence in passed)
+        )
     assert not sim.scheduler.running
     assert not sim.scheduler.waiting
 
@@ -200,7 +206,7 @@ def test_what_each_policy_looks_at(scheduling, order):
         sim.add(4, 3, tenant=tenant, priority=priority)
     started = []
     while sim.scheduler.running or sim.scheduler.waiting:
-        started += [run.job.key for run in sim.step().runs if run.start == 0]
+        started += [run.sequence.key for run in sim.step().runs if run.start == 0]
     assert started == order
 
 

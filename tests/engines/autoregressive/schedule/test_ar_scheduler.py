@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ar_scheduling import SIZE, advance, hashes, job, make
+from ar_scheduling import SIZE, advance, hashes, make, new_sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segue.engines.autoregressive.cache.blocks import BlockPool
-from segue.engines.autoregressive.schedule.jobs import Decision, Job, Limits
+from segue.engines.autoregressive.schedule.decision import Decision, Limits, ScheduledSequence
 from segue.engines.autoregressive.schedule.policies import Accounts, rank
 from segue.engines.autoregressive.schedule.schedule import schedule
 from segue.graph.kinds.autoregressive import SCHEDULINGS
@@ -20,7 +20,7 @@ from segue.kernels.attention.interface import Chunked
 class Sim:
     """A request of the simulation: it wants `total` tokens, the prompt's among them."""
 
-    job: Job
+    sequence: ScheduledSequence
     total: int
     prompt: int
     lag: int
@@ -29,7 +29,7 @@ class Sim:
 
 
 def tokens(decision: Decision) -> dict[str, int]:
-    return {run.job.key: run.tokens for run in decision.runs}
+    return {run.sequence.key: run.tokens for run in decision.runs}
 
 
 requests = st.lists(
@@ -73,33 +73,37 @@ def test_everyone_finishes_within_budget(wanted, spare, max_batch, max_tokens, w
             index, request = later.pop(0)
             prompt = request["prompt"]
             order = rank(scheduling, request["priority"], step, index)
-            entry = Job(f"r{index}", order, len(prompt), len(prompt), hashes=hashes(prompt), tenant=request["tenant"])
+            entry = ScheduledSequence(
+                f"r{index}", order, len(prompt), len(prompt), hashes=hashes(prompt), tenant=request["tenant"]
+            )
             live[entry.key] = Sim(entry, len(prompt) + request["output"], len(prompt), request["lag"])
             scheduler.add(entry)
         if not live and not later:
             break
         for key, sim in live.items():
             span = pauses[key]
-            sim.job.paused = span is not None and span[0] <= step < span[0] + span[1]
+            sim.sequence.paused = span is not None and span[0] <= step < span[0] + span[1]
             sim.age += 1
             if sim.lag:
-                ready = min(sim.job.length, sim.prompt + sim.age // sim.lag)
-                sim.job.parked = sim.job.parked and ready == sim.job.ready  # as the engine does when input arrives
-                sim.job.ready = ready
+                ready = min(sim.sequence.length, sim.prompt + sim.age // sim.lag)
+                sim.sequence.parked = (
+                    sim.sequence.parked and ready == sim.sequence.ready
+                )  # as the engine does when input arrives
+                sim.sequence.ready = ready
         decision = scheduler.next()
         runs = decision.runs
         assert sum(run.tokens for run in runs) <= max_tokens
         assert len(runs) <= max_batch
-        assert all(run.tokens > 0 and run.stop <= run.job.ready and not run.job.paused for run in runs)
-        assert len({run.job.key for run in runs}) == len(runs)
+        assert all(run.tokens > 0 and run.stop <= run.sequence.ready and not run.sequence.paused for run in runs)
+        assert len({run.sequence.key for run in runs}) == len(runs)
         runnable = [entry for entry in scheduler.running if entry.runnable]
         if runnable and not decision.preempt:
             assert runs, "someone could run and nobody did"
         if runnable:
-            assert runnable[0] in [run.job for run in runs], "the first in rank was passed over"
+            assert runnable[0] in [run.sequence for run in runs], "the first in rank was passed over"
         scheduler.apply(decision)
         for run in runs:
-            entry = run.job
+            entry = run.sequence
             scheduler.advance(entry, run.stop, publish=True)
             if run.stop == entry.length:
                 entry.length += 1
@@ -115,7 +119,7 @@ def test_everyone_finishes_within_budget(wanted, spare, max_batch, max_tokens, w
 def test_running_first_then_waiting_in_order_of_arrival():
     scheduler = make(100, max_batch=2)
     for index, key in enumerate("abc"):
-        scheduler.add(job(key, 4, arrival=index))
+        scheduler.add(new_sequence(key, 4, arrival=index))
     assert tokens(advance(scheduler)) == {"a": 4, "b": 4}
     assert tokens(advance(scheduler)) == {"a": 1, "b": 1}
     scheduler.remove(scheduler.running[0])
@@ -124,16 +128,16 @@ def test_running_first_then_waiting_in_order_of_arrival():
 
 def test_priority_goes_before_arrival():
     scheduler = make(100, max_batch=1)
-    scheduler.add(job("late", 4, priority=1, arrival=0))
-    scheduler.add(job("urgent", 4, priority=-1, arrival=1))
+    scheduler.add(new_sequence("late", 4, priority=1, arrival=0))
+    scheduler.add(new_sequence("urgent", 4, priority=-1, arrival=1))
     assert tokens(advance(scheduler)) == {"urgent": 4}
 
 
 def test_long_prefill_is_chunked_and_does_not_stall_decoding():
     scheduler = make(100, max_tokens=10)
-    scheduler.add(job("chat", 2, arrival=1))
+    scheduler.add(new_sequence("chat", 2, arrival=1))
     advance(scheduler)
-    scheduler.add(job("essay", 25, arrival=0))
+    scheduler.add(new_sequence("essay", 25, arrival=0))
     assert tokens(advance(scheduler)) == {"chat": 1, "essay": 9}
     assert tokens(advance(scheduler)) == {"chat": 1, "essay": 9}
     assert tokens(advance(scheduler)) == {"chat": 1, "essay": 7}
@@ -142,7 +146,7 @@ def test_long_prefill_is_chunked_and_does_not_stall_decoding():
 def test_latest_arrival_is_preempted_and_computed_again():
     scheduler = make(4)
     for index, key in enumerate("ab"):
-        scheduler.add(job(key, 8, arrival=index))
+        scheduler.add(new_sequence(key, 8, arrival=index))
     advance(scheduler)  # both prompts fill the pool
     decision = advance(scheduler)
     assert [victim.key for victim in decision.preempt] == ["b"]
@@ -155,7 +159,7 @@ def test_latest_arrival_is_preempted_and_computed_again():
 def test_paused_are_preempted_first_whatever_their_rank():
     scheduler = make(6, max_tokens=24)
     for index, key in enumerate("abc"):
-        scheduler.add(job(key, 8, arrival=index))
+        scheduler.add(new_sequence(key, 8, arrival=index))
     advance(scheduler)  # the three prompts fill the pool
     scheduler.running[0].paused = True
     decision = advance(scheduler)
@@ -165,7 +169,7 @@ def test_paused_are_preempted_first_whatever_their_rank():
 
 def test_a_sequence_without_its_next_row_is_not_scheduled():
     scheduler = make(100)
-    entry = job("talker", 4)
+    entry = new_sequence("talker", 4)
     scheduler.add(entry)
     advance(scheduler)
     entry.ready = 4
@@ -176,21 +180,21 @@ def test_a_sequence_without_its_next_row_is_not_scheduled():
 
 def test_shared_prefix_is_found_and_one_token_is_left_to_compute():
     scheduler = make(100)
-    scheduler.add(job("a", 8, prompt="abababab"))
+    scheduler.add(new_sequence("a", 8, prompt="abababab"))
     advance(scheduler)
-    scheduler.add(job("b", 8, prompt="abababab", serial=1))
+    scheduler.add(new_sequence("b", 8, prompt="abababab", serial=1))
     decision = advance(scheduler)
-    [run] = [run for run in decision.runs if run.job.key == "b"]
+    [run] = [run for run in decision.runs if run.sequence.key == "b"]
     assert (run.start, run.tokens, len(run.hit[0])) == (4, 4, 1)
     assert scheduler.hit_tokens == 4
 
 
 def test_a_big_one_that_waits_is_not_overtaken_for_ever():
     scheduler = make(4)
-    scheduler.add(job("small", 4, arrival=0))
+    scheduler.add(new_sequence("small", 4, arrival=0))
     advance(scheduler)
-    scheduler.add(job("big", 15, arrival=1))
-    scheduler.add(job("tiny", 1, arrival=2))
+    scheduler.add(new_sequence("big", 15, arrival=1))
+    scheduler.add(new_sequence("tiny", 1, arrival=2))
     assert tokens(advance(scheduler)) == {"small": 1}
     scheduler.remove(scheduler.running[0])
     assert list(tokens(advance(scheduler))) == ["big"]
@@ -199,7 +203,7 @@ def test_a_big_one_that_waits_is_not_overtaken_for_ever():
 def test_a_decision_is_a_value():
     pool = BlockPool(8)
     limits = Limits(SIZE, 2, 8)
-    waiting = [job("a", 6)]
+    waiting = [new_sequence("a", 6)]
     decision = schedule([], waiting, pool, limits)
     assert decision == schedule([], waiting, pool, limits)
     assert decision.runs[0].allocate == 2
@@ -215,11 +219,11 @@ def test_a_decision_is_a_value():
 def test_a_very_long_prompt_stalls_nobody_longer_than_a_chunk(chats, chunk, max_tokens):
     """While 16,000 tokens are prefilled, each that decodes gets its token in every step, and the step is bounded."""
     scheduler = make(4200, max_batch=8, max_tokens=max_tokens, prefill_chunk=chunk)
-    essay = job("essay", 16_000, arrival=-1)
+    essay = new_sequence("essay", 16_000, arrival=-1)
     for step in range(60):
         for index, (length, start) in enumerate(chats):
             if start == step:
-                scheduler.add(job(f"chat{index}", length, arrival=step, serial=index))
+                scheduler.add(new_sequence(f"chat{index}", length, arrival=step, serial=index))
         if step == 5:
             scheduler.add(essay)
         decoding = [entry for entry in scheduler.running if entry.decoding]
@@ -232,22 +236,22 @@ def test_a_very_long_prompt_stalls_nobody_longer_than_a_chunk(chats, chunk, max_
             assert prefilled >= min(chunk, max_tokens - 8), "room for the prefill was not used"
         scheduler.apply(decision)
         for run in decision.runs:
-            scheduler.advance(run.job, run.stop, publish=False)
-            if run.stop == run.job.length:
-                run.job.length = run.job.ready = run.job.length + 1
+            scheduler.advance(run.sequence, run.stop, publish=False)
+            if run.stop == run.sequence.length:
+                run.sequence.length = run.sequence.ready = run.sequence.length + 1
     scheduler.audit()
 
 
 def test_prefills_share_the_chunk_beside_decodes():
     scheduler = make(100, max_tokens=40, prefill_chunk=10)
-    scheduler.add(job("chat", 2))
+    scheduler.add(new_sequence("chat", 2))
     advance(scheduler)
     for index, key in enumerate("ab", 1):
-        scheduler.add(job(key, 15, arrival=index))
+        scheduler.add(new_sequence(key, 15, arrival=index))
     assert tokens(advance(scheduler)) == {"chat": 1, "a": 10}
     assert tokens(advance(scheduler)) == {"chat": 1, "a": 5, "b": 5}
     assert tokens(advance(scheduler)) == {"chat": 1, "a": 1, "b": 10}
-    scheduler.add(job("c", 30, arrival=3))
+    scheduler.add(new_sequence("c", 30, arrival=3))
     for entry in list(scheduler.running):
         scheduler.remove(entry)
     assert tokens(advance(scheduler)) == {"c": 30}  # nobody decodes

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segue.engines.autoregressive.cache.blocks import BlockPool
-from segue.engines.autoregressive.schedule.jobs import Decision, Job, Limits
+from segue.engines.autoregressive.schedule.decision import Decision, Limits, ScheduledSequence
 from segue.engines.autoregressive.schedule.scheduler import Scheduler
 
 SIZE = 4
@@ -17,24 +17,26 @@ def make(num_blocks: int, *, max_batch: int = 4, max_tokens: int = 16) -> Schedu
     return Scheduler(BlockPool(num_blocks), Limits(SIZE, max_batch, max_tokens))
 
 
-def decoding(scheduler: Scheduler, *lengths: int) -> list[Job]:
-    """Jobs whose prompts are computed and that have one token more."""
-    jobs = [Job("abcd"[serial], (0, serial, serial), length, length) for serial, length in enumerate(lengths)]
-    for job in jobs:
-        scheduler.add(job)
-    while any(job.computed < job.length for job in jobs):
+def decoding(scheduler: Scheduler, *lengths: int) -> list[ScheduledSequence]:
+    """Sequences whose prompts are computed and that have one token more."""
+    sequences = [
+        ScheduledSequence("abcd"[serial], (0, serial, serial), length, length) for serial, length in enumerate(lengths)
+    ]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    while any(sequence.computed < sequence.length for sequence in sequences):
         decision = scheduler.next()
         scheduler.apply(decision)
         for run in decision.runs:
-            scheduler.advance(run.job, run.stop, publish=False)
-    for job in jobs:
-        job.length = job.ready = job.length + 1
-    return jobs
+            scheduler.advance(run.sequence, run.stop, publish=False)
+    for sequence in sequences:
+        sequence.length = sequence.ready = sequence.length + 1
+    return sequences
 
 
 def widths(decision: Decision) -> dict[str, tuple[int, int]]:
-    """By job: tokens of its run, and how many of them are drafts."""
-    return {run.job.key: (run.tokens, run.drafts) for run in decision.runs}
+    """By sequence: tokens of its run, and how many of them are drafts."""
+    return {run.sequence.key: (run.tokens, run.drafts) for run in decision.runs}
 
 
 def test_drafts_are_computed_with_the_last_known_token():
@@ -48,18 +50,18 @@ def test_the_budget_goes_to_known_tokens_first():
     scheduler = make(100, max_tokens=10)
     a, b = decoding(scheduler, 4, 6)
     a.drafts = b.drafts = 5
-    scheduler.add(Job("c", (0, 9, 9), 5, 5))
+    scheduler.add(ScheduledSequence("c", (0, 9, 9), 5, 5))
     assert widths(scheduler.next()) == {"a": (4, 3), "b": (1, 0), "c": (5, 0)}
 
 
 def test_no_drafts_in_the_middle_of_a_prompt():
     scheduler = make(100, max_tokens=8)
-    job = Job("a", (0, 0, 0), 12, 12, drafts=4)
-    scheduler.add(job)
+    sequence = ScheduledSequence("a", (0, 0, 0), 12, 12, drafts=4)
+    scheduler.add(sequence)
     decision = scheduler.next()
     assert widths(decision) == {"a": (8, 0)}
     scheduler.apply(decision)
-    scheduler.advance(job, 8, publish=False)
+    scheduler.advance(sequence, 8, publish=False)
     assert widths(scheduler.next()) == {"a": (8, 4)}
 
 
@@ -67,7 +69,7 @@ def test_blocks_that_a_prefill_needs_are_not_for_drafts():
     scheduler = make(4, max_tokens=8)
     [a] = decoding(scheduler, 3)
     a.drafts = 6
-    scheduler.add(Job("b", (0, 9, 9), 12, 12))
+    scheduler.add(ScheduledSequence("b", (0, 9, 9), 12, 12))
     assert widths(scheduler.next()) == {"a": (1, 0), "b": (7, 0)}, "one block is free, and b will need it"
     scheduler.waiting.clear()
     assert widths(scheduler.next()) == {"a": (7, 6)}
@@ -112,42 +114,42 @@ def test_speculation_changes_only_how_fast(wanted, num_blocks, max_batch, max_to
     scheduler = make(num_blocks, max_batch=max_batch, max_tokens=max_tokens)
     totals = {}
     for serial, (prompt, output, _) in enumerate(wanted):
-        scheduler.add(Job(f"r{serial}", (0, 0, serial), prompt, prompt))
+        scheduler.add(ScheduledSequence(f"r{serial}", (0, 0, serial), prompt, prompt))
         totals[f"r{serial}"] = prompt + output
     for _ in range(800):
         if not totals:
             break
-        for job in scheduler.running:
-            most = min(wanted[job.rank[2]][2], totals[job.key] - job.length)
-            job.drafts = random.randint(0, max(0, most - 1))
+        for sequence in scheduler.running:
+            most = min(wanted[sequence.rank[2]][2], totals[sequence.key] - sequence.length)
+            sequence.drafts = random.randint(0, max(0, most - 1))
         decision = scheduler.next()
         assert decision == scheduler.next()
         everyone = [*scheduler.running, *scheduler.waiting]
-        proposed = [job.drafts for job in everyone]
-        for job in everyone:
-            job.drafts = 0
+        proposed = [sequence.drafts for sequence in everyone]
+        for sequence in everyone:
+            sequence.drafts = 0
         plain = scheduler.next()
-        for job, drafts in zip(everyone, proposed, strict=True):
-            job.drafts = drafts
+        for sequence, drafts in zip(everyone, proposed, strict=True):
+            sequence.drafts = drafts
         assert decision.preempt == plain.preempt, "drafts preempt nobody"
-        assert [(run.job.key, run.tokens - run.drafts) for run in decision.runs] == [
-            (run.job.key, run.tokens) for run in plain.runs
+        assert [(run.sequence.key, run.tokens - run.drafts) for run in decision.runs] == [
+            (run.sequence.key, run.tokens) for run in plain.runs
         ], "drafts take no other token's place"
         assert sum(run.tokens for run in decision.runs) <= max_tokens
         scheduler.apply(decision)
         for run in decision.runs:
-            job = run.job
-            if run.stop - run.drafts == job.length:
-                job.length += random.randint(0, run.drafts) + 1
-                job.ready, job.drafts = job.length, 0
-                scheduler.advance(job, job.length - 1, publish=False)
-                if job.length >= totals[job.key]:
-                    scheduler.remove(job)
-                    del totals[job.key]
+            sequence = run.sequence
+            if run.stop - run.drafts == sequence.length:
+                sequence.length += random.randint(0, run.drafts) + 1
+                sequence.ready, sequence.drafts = sequence.length, 0
+                scheduler.advance(sequence, sequence.length - 1, publish=False)
+                if sequence.length >= totals[sequence.key]:
+                    scheduler.remove(sequence)
+                    del totals[sequence.key]
             else:
-                scheduler.advance(job, run.stop, publish=False)
+                scheduler.advance(sequence, run.stop, publish=False)
         scheduler.audit()
-        for job in scheduler.running:
-            assert len(job.blocks) == scheduler.limits.blocks(job.computed)
+        for sequence in scheduler.running:
+            assert len(sequence.blocks) == scheduler.limits.blocks(sequence.computed)
     assert not totals
     assert scheduler.pool.used == 0

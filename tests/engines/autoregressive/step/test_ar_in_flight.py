@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from segue.engines.autoregressive.cache.blocks import ROOT, BlockPool, block_hash, common
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
-from segue.engines.autoregressive.schedule.jobs import Decision, Job, Limits
+from segue.engines.autoregressive.schedule.decision import Decision, Limits, ScheduledSequence
 from segue.engines.autoregressive.schedule.scheduler import Scheduler
 from segue.kernels.attention.interface import Chunked
 from segue.messages.sampling import SamplingParams
@@ -24,8 +24,8 @@ def chain(prompt: str, size: int = SIZE) -> list[bytes]:
     return keys[1:]
 
 
-def job(key: str, prompt: str, serial: int, *, priority: int = 0) -> Job:
-    return Job(key, (priority, serial, serial), len(prompt), len(prompt), hashes=chain(prompt))
+def scheduled(key: str, prompt: str, serial: int, *, priority: int = 0) -> ScheduledSequence:
+    return ScheduledSequence(key, (priority, serial, serial), len(prompt), len(prompt), hashes=chain(prompt))
 
 
 def make(num_blocks: int = 400, max_tokens: int = 2048, windows=(None,)) -> Scheduler:
@@ -37,22 +37,22 @@ def step(scheduler: Scheduler) -> Decision:
     assert decision == scheduler.next()
     scheduler.apply(decision)
     for run in decision.runs:
-        scheduler.advance(run.job, run.stop, publish=True)
-        if run.stop == run.job.length:
-            run.job.length = run.job.ready = run.job.length + 1
+        scheduler.advance(run.sequence, run.stop, publish=True)
+        if run.stop == run.sequence.length:
+            run.sequence.length = run.sequence.ready = run.sequence.length + 1
     scheduler.audit()
     return decision
 
 
 def tokens(decision: Decision) -> dict[str, int]:
-    return {run.job.key: run.tokens for run in decision.runs}
+    return {run.sequence.key: run.tokens for run in decision.runs}
 
 
 def test_eight_equal_prompts_take_less_than_half_the_memory():
     """The allocator's counts, at n = 8 and 512 tokens: at least 55% below separate copies."""
     scheduler = make()
     for index in range(8):
-        scheduler.add(job(f"r{index}", "x" * 512, index))
+        scheduler.add(scheduled(f"r{index}", "x" * 512, index))
     computed = 0
     for _ in range(12):
         computed += sum(tokens(step(scheduler)).values())
@@ -66,9 +66,9 @@ def test_eight_equal_prompts_take_less_than_half_the_memory():
 
 def test_a_long_common_prefix_is_waited_for_chunk_by_chunk():
     scheduler = make(max_tokens=32)
-    scheduler.add(job("first", "x" * 96 + "a" * 20, 0))
-    scheduler.add(job("second", "x" * 96 + "b" * 20, 1))
-    scheduler.add(job("other", "z" * 8, 2))
+    scheduler.add(scheduled("first", "x" * 96 + "a" * 20, 0))
+    scheduler.add(scheduled("second", "x" * 96 + "b" * 20, 1))
+    scheduler.add(scheduled("other", "z" * 8, 2))
     assert tokens(step(scheduler)) == {"first": 32}
     assert tokens(step(scheduler)) == {"first": 32}
     assert tokens(step(scheduler)) == {"first": 32}
@@ -81,7 +81,7 @@ def test_a_long_common_prefix_is_waited_for_chunk_by_chunk():
 def test_others_are_not_held_up():
     scheduler = make()
     for index, prompt in enumerate(("x" * 100, "x" * 100, "y" * 40)):
-        scheduler.add(job(f"r{index}", prompt, index))
+        scheduler.add(scheduled(f"r{index}", prompt, index))
     assert tokens(step(scheduler)) == {"r0": 100, "r2": 40}
     assert tokens(step(scheduler)) == {"r0": 1, "r1": 4, "r2": 1}
 
@@ -90,18 +90,18 @@ def test_a_place_is_kept_for_those_who_wait():
     """A later one does not take the blocks that the waiting one will need."""
     scheduler = make(num_blocks=10)
     for index, prompt in enumerate(("x" * 96, "x" * 96, "y" * 40)):
-        scheduler.add(job(f"r{index}", prompt, index))
+        scheduler.add(scheduled(f"r{index}", prompt, index))
     assert tokens(step(scheduler)) == {"r0": 96, "r2": 40}
     scheduler = make(num_blocks=9)
     for index, prompt in enumerate(("x" * 96, "x" * 96, "y" * 40)):
-        scheduler.add(job(f"r{index}", prompt, index))
+        scheduler.add(scheduled(f"r{index}", prompt, index))
     assert tokens(step(scheduler)) == {"r0": 96}
 
 
 def test_nobody_waits_for_one_that_does_not_get_on():
     scheduler = make(max_tokens=32)
-    scheduler.add(job("first", "x" * 96, 0))
-    scheduler.add(job("second", "x" * 96, 1))
+    scheduler.add(scheduled("first", "x" * 96, 0))
+    scheduler.add(scheduled("second", "x" * 96, 1))
     step(scheduler)
     scheduler.running[0].paused = True
     assert tokens(step(scheduler)) == {"second": 32}
@@ -111,9 +111,9 @@ def test_nobody_waits_for_one_that_does_not_get_on():
 
 def test_nobody_of_higher_priority_waits():
     scheduler = make(max_tokens=64)
-    scheduler.add(job("low", "x" * 200, 0, priority=1))
+    scheduler.add(scheduled("low", "x" * 200, 0, priority=1))
     step(scheduler)
-    scheduler.add(job("high", "x" * 200, 1))
+    scheduler.add(scheduled("high", "x" * 200, 1))
     assert set(tokens(step(scheduler))) == {"low"}  # 64 tokens were left to it: running ones come first
     assert scheduler.running[0].key == "low"
     scheduler.running[0].paused = True
@@ -134,12 +134,12 @@ def test_everyone_finishes(wanted, spare, max_tokens, windows, pauses):
     longest = max(3 * SIZE + tail + 8 for _, tail, _ in wanted)
     scheduler.pool = BlockPool(scheduler.limits.need(longest) + spare)
     ends = {}
-    live: dict[str, Job] = {}
+    live: dict[str, ScheduledSequence] = {}
     for now in range(1000):
         for index, (head, tail, start) in enumerate(wanted):
             if start == now:
                 prompt = "".join(letter * SIZE for letter in head) + "z" * tail
-                live[f"r{index}"] = job(f"r{index}", prompt, index)
+                live[f"r{index}"] = scheduled(f"r{index}", prompt, index)
                 ends[f"r{index}"] = len(prompt) + 5
                 scheduler.add(live[f"r{index}"])
         for index, span in pauses:

@@ -267,13 +267,13 @@ def ended(change: Callable[[AutoregressiveEngine], None]) -> str:
 
 
 def lengthen(engine: AutoregressiveEngine) -> None:
-    [job] = engine.resources.scheduler.holding
-    job.length += 1
+    [scheduled] = engine.resources.scheduler.holding
+    scheduled.length += 1
 
 
 def swap(engine: AutoregressiveEngine) -> None:
-    [job] = engine.resources.scheduler.holding
-    job.tables[0].blocks.reverse()
+    [scheduled] = engine.resources.scheduler.holding
+    scheduled.tables[0].blocks.reverse()
 
 
 @pytest.mark.parametrize(("change", "named"), [(lengthen, "its lengths differ"), (swap, "its blocks differ")])

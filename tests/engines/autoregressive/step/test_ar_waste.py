@@ -10,7 +10,7 @@ from ar_adapter import Driver, TinyAdapter, prompts, stage_request, tiny_model
 from segue.engines.autoregressive.cache.blocks import BlockPool
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
-from segue.engines.autoregressive.schedule.jobs import Job, Limits
+from segue.engines.autoregressive.schedule.decision import Limits, ScheduledSequence
 from segue.engines.autoregressive.schedule.scheduler import Scheduler
 from segue.messages.sampling import SamplingParams
 
@@ -20,11 +20,11 @@ SIZE = 16
 def counted(scheduler: Scheduler) -> float:
     """The same from the tables alone: every slot of every block, each block once."""
     slots: dict[tuple[int, int], bool] = {}
-    for job in scheduler.running:
-        for table in job.tables:
+    for scheduled in scheduler.running:
+        for table in scheduled.tables:
             for place, block in enumerate(table.blocks, table.first):
                 for offset in range(SIZE):
-                    holds = place * SIZE + offset < job.computed
+                    holds = place * SIZE + offset < scheduled.computed
                     slots[block, offset] = slots.get((block, offset), False) or holds
     return sum(not holds for holds in slots.values()) / len(slots) if slots else 0.0
 
@@ -42,15 +42,15 @@ def test_a_mixed_load_wastes_little(windows):
             serial = len(totals)
             prompt = 4 + min(1500, int(rng.expovariate(1 / 157)))
             totals[f"r{serial}"] = prompt + 1 + min(1500, int(rng.expovariate(1 / 337)))
-            scheduler.add(Job(f"r{serial}", (0, serial, serial), prompt, prompt))
+            scheduler.add(ScheduledSequence(f"r{serial}", (0, serial, serial), prompt, prompt))
         decision = scheduler.next()
         scheduler.apply(decision)
         for run in decision.runs:
-            scheduler.advance(run.job, run.stop, publish=False)
-            if run.stop == run.job.length:
-                run.job.length = run.job.ready = run.job.length + 1
-                if run.job.length == totals[run.job.key]:
-                    scheduler.remove(run.job)
+            scheduler.advance(run.sequence, run.stop, publish=False)
+            if run.stop == run.sequence.length:
+                run.sequence.length = run.sequence.ready = run.sequence.length + 1
+                if run.sequence.length == totals[run.sequence.key]:
+                    scheduler.remove(run.sequence)
         waste.append(scheduler.waste())
         if step % 50 == 0:
             assert waste[-1] == pytest.approx(counted(scheduler))

@@ -122,8 +122,8 @@ def test_blocks_stay_bounded_over_a_long_output(adapter):
     most = [0] * len(limits.windows)
     while drive.engine.has_work():
         drive.step()
-        for job in drive.engine.resources.scheduler.running:
-            most = [max(known, len(table.blocks)) for known, table in zip(most, job.tables, strict=True)]
+        for scheduled in drive.engine.resources.scheduler.running:
+            most = [max(known, len(table.blocks)) for known, table in zip(most, scheduled.tables, strict=True)]
     whole = limits.blocks(32 + 180 - 1)
     for window, held in zip(limits.windows, most, strict=True):
         if window is None:

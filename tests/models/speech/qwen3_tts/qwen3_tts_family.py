@@ -20,7 +20,7 @@ from segue.engines.autoregressive.contract import AutoregressiveContext
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.output import TokenOutput
 from segue.engines.contract import StageOutput, StageRequest
-from segue.messages.request import Message, Piece, Request, TextPart
+from segue.messages.request import Appended, Message, Request, TextPart
 from segue.messages.sampling import FALLBACK, SamplingParams
 from segue.models.speech.qwen3_tts.input import InputProcessor
 from segue.models.speech.qwen3_tts.stages import TRANSFERS
@@ -160,7 +160,7 @@ class Speech:
         self.engine.add(stage_request("talker", text, sampling=whole, resume=resume or []))
         state, works = self.input.begin(stage_request("input", text))
         for piece in pieces[1:]:
-            works += self.input.feed(state, "client", {"piece": Piece(prompt=piece)}, final=False)
+            works += self.input.feed(state, "client", {"piece": Appended(prompt=piece)}, final=False)
         works += self.input.feed(state, "client", {"piece": None}, final=True)
         spoken, waits = Spoken(), 0
         for work in works:

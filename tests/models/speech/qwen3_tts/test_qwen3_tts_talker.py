@@ -9,7 +9,7 @@ import pytest
 from qwen3_tts_family import Case, Speech, Spoken, cases, context, spoken_by, stage_request
 
 from segue.messages.errors import InvalidRequest
-from segue.messages.request import Piece, TextPart
+from segue.messages.request import Appended, TextPart
 from segue.models.speech.qwen3_tts.talker import Talker
 from segue.orchestrator.spoken.words import Words
 
@@ -136,7 +136,7 @@ def test_what_cannot_be_appended(tiny_dir: Path, talker: Talker) -> None:
     [case, *_] = spoken_by("custom_voice", arriving=True)
     request = msgspec.structs.replace(case.request, open=True)
     state, _ = speech.input.begin(stage_request("input", request))
-    for piece, field in ((Piece(prompt_token_ids=[5]), "append"), (Piece(prompt="a", reply=True), "reply")):
+    for piece, field in ((Appended(prompt_token_ids=[5]), "append"), (Appended(prompt="a", reply=True), "reply")):
         [work] = speech.input.feed(state, "client", {"piece": piece}, final=False)
         [result] = speech.input.run([work])
         assert isinstance(result.error, InvalidRequest)

@@ -13,7 +13,7 @@ from qwen3_tts_family import EVERY, Case, cases, context, spoken_by, stage_reque
 
 from segue.engines.module.engine import ModuleConfig, ModuleEngine
 from segue.messages.errors import ConfigError, StageFailed
-from segue.models.shared.speech.pieces import Piece
+from segue.models.shared.speech.pieces import CodePiece
 from segue.models.speech.qwen3_tts.config import read_vocoder
 from segue.models.speech.qwen3_tts.loading import load_vocoder
 from segue.models.speech.qwen3_tts.vocoder import CodeDecoder, Vocoder
@@ -78,7 +78,7 @@ def test_longer_than_the_attention_window(tiny_dir: Path, vocoder: Vocoder) -> N
     codes = codes_of(110)
     config = read_vocoder(tiny_dir)
     decoder = CodeDecoder(load_vocoder(context(tiny_dir, "vocoder"), config), config.decoder_config)
-    [(whole, _)] = decoder.decode([Piece(torch.tensor(codes).T.contiguous(), 0, None)])
+    [(whole, _)] = decoder.decode([CodePiece(torch.tensor(codes).T.contiguous(), 0, None)])
     torch.testing.assert_close(wave_of(vocoder, codes), whole, atol=WITHIN, rtol=0)
     changed = [list(row) for row in codes]
     changed[5][2] = (changed[5][2] + 1) % 64

@@ -22,7 +22,7 @@ from segue.engines.autoregressive.output import TokenOutput
 from segue.engines.autoregressive.sample.detokenize import TextOutput
 from segue.engines.autoregressive.sample.penalties import apply_rules
 from segue.engines.autoregressive.schedule.bidirectional import longest_of
-from segue.engines.autoregressive.schedule.jobs import Limits
+from segue.engines.autoregressive.schedule.decision import Limits
 from segue.engines.autoregressive.sequence import Branching, Sequence
 from segue.engines.autoregressive.step.active import ActiveSequences
 from segue.messages.errors import InvalidRequest, StageFailed, TooLong
@@ -45,7 +45,7 @@ class BeamGroup(Branching):
             length_penalty=1.0 if params.length_penalty is None else params.length_penalty,
             early_stopping=bool(params.early_stopping),
         )
-        root.job.width = self.width
+        root.scheduled.width = self.width
         wanted = root.logprobs
         self._likely = None if wanted is None else BeamLogprobs(wanted, root.model.vocabulary)
         self._picked = False
@@ -56,7 +56,7 @@ class BeamGroup(Branching):
         """Check, once the prompt has arrived, that the search fits into the pool at its end, when its beams share only
         the prompt. Raises `TooLong`."""
         root, size = self.root, limits.block_size
-        at_once = longest_of(root.job.spans)
+        at_once = longest_of(root.scheduled.spans)
 
         def blocks(tokens: int) -> int:
             length = root.prompt_length + tokens
@@ -109,9 +109,9 @@ class BeamGroup(Branching):
         if self._picked:
             assert self._step is not None
             self._take(self._step, active, block_size)
-        elif self.root in active and self.beams and self.root.job.computed == self.root.job.length:
+        elif self.root in active and self.beams and self.root.scheduled.computed == self.root.scheduled.length:
             for beam in self.beams:
-                beam.job.paused = self.root.job.paused
+                beam.scheduled.paused = self.root.scheduled.paused
                 active.fork(self.root, beam)
             active.remove(self.root)
         self._picked = False
@@ -123,11 +123,13 @@ class BeamGroup(Branching):
         token, which is yet to be computed."""
         first, *others = (beam.ids[:-1] for beam in self.beams)
         common = sum(1 for _ in takewhile(lambda place: len(set(place)) == 1, zip(first, *others, strict=True)))
-        self.root.job.paused = self.beams[0].job.paused
+        self.root.scheduled.paused = self.beams[0].scheduled.paused
         for beam in self.beams:
             active.remove(beam)
         self.root.cut(first[:common], block_size)
-        self.root.job.charged = max(self.root.job.charged, common + 1)  # its beams were charged for these tokens
+        self.root.scheduled.charged = max(
+            self.root.scheduled.charged, common + 1
+        )  # its beams were charged for these tokens
         active.add(self.root)
 
     def _take(self, step: Step, active: ActiveSequences, block_size: int) -> None:
@@ -160,19 +162,19 @@ class BeamGroup(Branching):
             beam.grammar = None if root.grammar is None else root.grammar.fork()
             active.fork(root, beam)
             self.beams.append(beam)
-        root.job.fresh = False  # the prompt's logprobs are complete
-        beam_group = [beam.job for beam in self.beams]
-        for job in beam_group:
-            job.beam_group = beam_group
+        root.scheduled.fresh = False  # the prompt's logprobs are complete
+        beam_group = [beam.scheduled for beam in self.beams]
+        for scheduled in beam_group:
+            scheduled.beam_group = beam_group
         active.remove(root)
 
     def _set_ready(self) -> None:
         """Hold back each beam's last token until all beams have computed the tokens before it."""
         for beam in self.beams:
-            beam.job.ready = beam.job.length - 1
-        if all(beam.job.computed == beam.job.ready for beam in self.beams):
+            beam.scheduled.ready = beam.scheduled.length - 1
+        if all(beam.scheduled.computed == beam.scheduled.ready for beam in self.beams):
             for beam in self.beams:
-                beam.job.ready = beam.job.length
+                beam.scheduled.ready = beam.scheduled.length
 
     def _end(self, beam: Sequence, generated: list[int]) -> End | None:
         """Why `beam` ends with these tokens, of which it has all but the last; None if it continues."""

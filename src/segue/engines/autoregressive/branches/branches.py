@@ -97,7 +97,7 @@ class Forks(Branching):
         self.count = max(self._shown, params.best_of or 1)
         self._root = root
         if root.model.kv.states is not None:
-            root.job.width = self.count  # each will have its own state
+            root.scheduled.width = self.count  # each will have its own state
         self._held: dict[int, _Held] = {}
         self._prompt: TokenOutput | None = None
         """The output with the prompt's logprobs and ids, which are emitted with the best output."""
@@ -131,7 +131,7 @@ class Forks(Branching):
             child.follow(root, block_size)
             self.new.append(child)
         forks = [root, *self.new]
-        root.job.width = 1
+        root.scheduled.width = 1
         for fork in forks:
             fork.go_on(fork.request.resume)
             fork.refresh(block_size)

@@ -14,7 +14,11 @@ anything, so a snapshot may be evicted as soon as the copy is requested, and its
 
 Each running sequence of a decoder with state has one slot (`StateSlots`). A slot is free or has one owner; a fork gets
 its own, with a copy. Copies are collected and made before the next step. All sources are read before any target is
-written, so a slot may be given back and taken again in between."""
+written, so a slot may be given back and taken again in between.
+
+Optional reading: only decoders with recurrent states have them; the scheduler asks `places` at which tokens a run keeps
+one.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from segue.engines.autoregressive.schedule.jobs import Job, Run
+from segue.engines.autoregressive.schedule.decision import ScheduledSequence, ScheduledTokens
 
 SPARE = 1
 """Slots beyond the sequences: the beams of a search exist before the sequence that they replace is removed."""
@@ -78,21 +82,21 @@ _MET = 1 << 16
 """Number of hashes of computed blocks that are remembered."""
 
 
-def places(job: Job, start: int, stop: int, wanted: int, block_size: int) -> tuple[int, ...]:
+def places(sequence: ScheduledSequence, start: int, stop: int, wanted: int, block_size: int) -> tuple[int, ...]:
     """Boundaries at which states are kept while tokens [start, stop) of a sequence are computed: the last one in each
     prefill chunk, the last one that an equal prompt could continue from, the end of each generated block, and the one
     where others are known to share the prefix (`wanted`). None for beams, whose tokens are exchanged."""
-    if job.beam_group:
+    if sequence.beam_group:
         return ()
     borders = {wanted, stop // block_size * block_size}
-    if stop >= job.length:
+    if stop >= sequence.length:
         borders.add((stop - 1) // block_size * block_size)
     # the hash of one more block may be known when the step completes
-    reach = min(stop, (len(job.hashes) + 1) * block_size)
+    reach = min(stop, (len(sequence.hashes) + 1) * block_size)
     return tuple(sorted(place for place in borders if start < place <= reach))
 
 
-def keep_for(run: Run, border: int) -> Run:
+def keep_for(run: ScheduledTokens, border: int) -> ScheduledTokens:
     """A decided but undispatched run, changed to keep its state at this boundary for another sequence too, if it passes
     the boundary and does not keep too many already."""
     if not run.start < border <= run.stop or border in run.keep or len(run.keep) >= _MOST:

@@ -252,8 +252,12 @@ class ContextEngine:
         taken = sum(one.need for one in self._entries.values() if one.keys)
         if taken + entry.need > self._engine.resources.pool.total:
             return None
-        waiting = (job for job in self._engine.resources.scheduler.waiting if job.runnable and not job.lent)
-        if any(job.rank[1] < entry.request.arrival for job in waiting):
+        waiting = (
+            scheduled
+            for scheduled in self._engine.resources.scheduler.waiting
+            if scheduled.runnable and not scheduled.lent
+        )
+        if any(scheduled.rank[1] < entry.request.arrival for scheduled in waiting):
             return None
         return entry
 

@@ -1,4 +1,7 @@
-"""Draws the codes of rows, for many sequences at once and without the host."""
+"""Draws the codes of rows, for many sequences at once and without the host.
+
+Optional reading: only models that draw rows of codes call it.
+"""
 
 from __future__ import annotations
 

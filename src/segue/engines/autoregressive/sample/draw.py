@@ -17,7 +17,7 @@ from segue.engines.autoregressive.grammar.grammar import GrammarRows, apply_gram
 from segue.engines.autoregressive.sample.logprobs import Likelihoods, token_logprobs
 from segue.engines.autoregressive.sample.penalties import apply_rules
 from segue.engines.autoregressive.sample.sampler import RowSampler, choose
-from segue.engines.autoregressive.schedule.jobs import Run
+from segue.engines.autoregressive.schedule.decision import ScheduledTokens
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.speculation.drafter import accepted
 from segue.kernels.staging import upload
@@ -51,12 +51,12 @@ Rows = Mapping[Sequence, range]
 row per draft follows."""
 
 
-def drawing(runs: Mapping[Sequence, Run]) -> dict[Sequence, range]:
+def drawing(runs: Mapping[Sequence, ScheduledTokens]) -> dict[Sequence, range]:
     """The sequences whose known tokens are all computed after this step, with their rows of the flat batch."""
     found, end = {}, 0
     for sequence, run in runs.items():
         end += run.tokens
-        if run.stop - run.drafts == sequence.job.length:
+        if run.stop - run.drafts == sequence.scheduled.length:
             found[sequence] = range(end - 1 - run.drafts, end)
     return found
 
@@ -72,7 +72,7 @@ def branched(wanted: Rows, block_size: int) -> tuple[dict[Sequence, range], dict
         branches = sequence.branches
         if isinstance(branches, Forks) and not branches.forked:
             # a fork with several tokens of an earlier attempt must compute those first
-            now = [fork for fork in branches.fork(block_size) if fork.job.length == sequence.prompt_length]
+            now = [fork for fork in branches.fork(block_size) if fork.scheduled.length == sequence.prompt_length]
             draws.update(dict.fromkeys(now, rows))
         elif not isinstance(branches, BeamGroup):
             draws[sequence] = rows
@@ -85,7 +85,7 @@ def branched(wanted: Rows, block_size: int) -> tuple[dict[Sequence, range], dict
 
 def drawn_before(sequence: Sequence) -> int:
     """Tokens generated before the one that it draws; the last of them may not be known on the host."""
-    return sequence.job.length - sequence.prompt_length
+    return sequence.scheduled.length - sequence.prompt_length
 
 
 class CompletesRows(Protocol):

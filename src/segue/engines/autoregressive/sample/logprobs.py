@@ -2,6 +2,8 @@
 
 The distribution is the model's own, before penalties, filters and temperature (vLLM's `raw_logprobs`). A token's rank
 is one more than the number of more likely tokens, so equally likely tokens share a rank.
+
+Optional reading: `token_logprobs` reports the probabilities of a step's tokens to requests that ask for them.
 """
 
 from __future__ import annotations

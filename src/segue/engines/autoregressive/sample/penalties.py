@@ -1,7 +1,10 @@
 """Token-wise changes of logits: bias, penalties for tokens seen before, forbidden tokens and bad words.
 
 Each touches few entries of a row, so each kind is one gather and one scatter over the batch's (row, token) pairs,
-whatever the size of the vocabulary."""
+whatever the size of the vocabulary.
+
+Optional reading: `apply_rules` changes the logits of a step before tokens are drawn.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Log-probabilities of prompt tokens, from the hidden states that a step computed."""
+"""Log-probabilities of prompt tokens, from the hidden states that a step computed.
+
+Optional reading: only for requests that ask for the probabilities of their prompt.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveModel
 from segue.engines.autoregressive.sample.logprobs import Likelihoods, PromptLogprobs
-from segue.engines.autoregressive.schedule.jobs import Run
+from segue.engines.autoregressive.schedule.decision import ScheduledTokens
 from segue.engines.autoregressive.sequence import Sequence
 from segue.kernels.staging import upload
 
@@ -17,7 +20,9 @@ SLICE_BYTES = 64 << 20
 """Logits of prompt rows are computed in slices of about this many bytes (float32), whatever the prompt's length."""
 
 
-def gather_prompt_logprobs(model: AutoregressiveModel, runs: Mapping[Sequence, Run], hidden: torch.Tensor) -> None:
+def gather_prompt_logprobs(
+    model: AutoregressiveModel, runs: Mapping[Sequence, ScheduledTokens], hidden: torch.Tensor
+) -> None:
     """Add this step's part of the requested prompt log-probabilities. `hidden` [tokens, H]: final states of the batch.
 
     The state at position p gives the log-probability of token p + 1. Values that are known already (a preempted prefill

@@ -1,5 +1,8 @@
 """Limits how long a reply may think (`thinking_token_budget`, as in vLLM), and tracks whether its structured output has
-begun or it still thinks."""
+begun or it still thinks.
+
+Optional reading: `RowRules` asks a `Thinking` whether its budget is spent, and which token must follow then.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Decides which sequences compute how many tokens in the next step. `schedule` decides and changes nothing, with
-`admission` for waiting sequences; `scheduler` applies the decision to queues and blocks. `jobs` defines the types that
-these use, `message` the form of a decision for other ranks, `policies` the order of requests, and `bidirectional` the
-spans of a prompt that a step must not split.
+`admission` for waiting sequences; `scheduler` applies the decision to queues and blocks. `decision` has the types of
+these, `message` the form of a decision for other ranks, `policies` the order of requests, and `bidirectional` the spans
+of a prompt that a step must not split.
 
-Doors: `jobs`, `message`, `policies`, `scheduler`, `bidirectional`.
+Doors: `decision`, `message`, `policies`, `scheduler`, `bidirectional`.
 """

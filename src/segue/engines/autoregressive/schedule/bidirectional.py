@@ -3,6 +3,8 @@ computes all of such a span or none of it.
 
 From the second layer on, keys and values of its tokens depend on the whole span. So neither a prefill chunk nor a
 prefix-cache hit ends inside one.
+
+Optional reading: only models that attend in both directions within some spans have any.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A `Decision` as a value that other ranks can apply: sequences are named by their keys instead of being held."""
+"""A `Decision` as a value that other ranks can apply: sequences are named by their keys instead of being held.
+
+Optional reading: a replica of one rank makes none.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from segue.engines.autoregressive.schedule.jobs import Decision, Job, Run
+from segue.engines.autoregressive.schedule.decision import Decision, ScheduledSequence, ScheduledTokens
 
 
 class RunMessage(msgspec.Struct, array_like=True):
-    """A `Run`; the fields have the same names."""
+    """A `ScheduledTokens`; the fields have the same names."""
 
     key: str
     start: int
@@ -34,16 +37,34 @@ class DecisionMessage(msgspec.Struct, array_like=True):
         """Name the sequences of a decision."""
         runs = [
             RunMessage(
-                run.job.key, run.start, run.tokens, run.allocate, run.hit, run.copy, run.drafts, run.wanted, run.keep
+                run.sequence.key,
+                run.start,
+                run.tokens,
+                run.allocate,
+                run.hit,
+                run.copy,
+                run.drafts,
+                run.wanted,
+                run.keep,
             )
             for run in decision.runs
         ]
-        return cls([job.key for job in decision.preempt], runs)
+        return cls([sequence.key for sequence in decision.preempt], runs)
 
-    def decision(self, job: Callable[[str], Job]) -> Decision:
-        """The decision over this rank's sequences. `job`: finds one by its key."""
+    def decision(self, sequence: Callable[[str], ScheduledSequence]) -> Decision:
+        """The decision over this rank's sequences. `sequence`: finds one by its key."""
         runs = tuple(
-            Run(job(run.key), run.start, run.tokens, run.allocate, run.hit, run.copy, run.drafts, run.wanted, run.keep)
+            ScheduledTokens(
+                sequence(run.key),
+                run.start,
+                run.tokens,
+                run.allocate,
+                run.hit,
+                run.copy,
+                run.drafts,
+                run.wanted,
+                run.keep,
+            )
             for run in self.runs
         )
-        return Decision(tuple(map(job, self.preempt)), runs)
+        return Decision(tuple(map(sequence, self.preempt)), runs)

@@ -68,13 +68,13 @@ class Accounts:
         """Lift the counters of tenants that have a waiting request now and had none before. Calling it twice changes
         nothing."""
         # in order of rank: each tenant counts for the lift of those after it, as if they arrived one by one
-        for tenant in dict.fromkeys(job.tenant for job in waiting if job.runnable):
+        for tenant in dict.fromkeys(sequence.tenant for sequence in waiting if sequence.runnable):
             if tenant not in self._waiting:
                 if tenant not in self.counters and len(self.counters) >= _REMEMBERED:
-                    self._forget({job.tenant for jobs in (waiting, running) for job in jobs})
+                    self._forget({sequence.tenant for sequences in (waiting, running) for sequence in sequences})
                 self.counters[tenant] = max(self.counters.get(tenant, 0), self._level())
                 self._waiting |= {tenant}
-        self._waiting = frozenset(job.tenant for job in waiting if job.runnable)
+        self._waiting = frozenset(sequence.tenant for sequence in waiting if sequence.runnable)
 
     def _level(self) -> float:
         """Counter value to which a returning tenant is lifted."""
@@ -91,35 +91,35 @@ class Accounts:
     def order(self, waiting: Iterable[S], admitted: Callable[[S], bool]) -> Iterator[S]:
         """Yield runnable waiting requests in order of admission. `admitted` says whether the previous one was."""
         queues: dict[str, deque[S]] = {}
-        for job in waiting:
-            if job.runnable:
-                queues.setdefault(job.tenant, deque()).append(job)
+        for sequence in waiting:
+            if sequence.runnable:
+                queues.setdefault(sequence.tenant, deque()).append(sequence)
         counters = {tenant: self.counters.get(tenant, 0) for tenant in queues}
         while queues:
             tenant = min(queues, key=lambda name: (counters[name], queues[name][0].rank))
-            job = queues[tenant].popleft()
+            sequence = queues[tenant].popleft()
             if not queues[tenant]:
                 del queues[tenant]
-            yield job
-            if admitted(job):
-                counters[tenant] += _prompt_cost(job)
+            yield sequence
+            if admitted(sequence):
+                counters[tenant] += _prompt_cost(sequence)
 
-    def admit(self, job: Served) -> None:
+    def admit(self, sequence: Served) -> None:
         """Charge the prompt of an admitted request, unless it was admitted before."""
-        self.counters[job.tenant] = self.counters.get(job.tenant, 0) + _prompt_cost(job)
-        if not job.charged:
-            job.charged, job.appended = job.length, 0
-        self._last = job.tenant
+        self.counters[sequence.tenant] = self.counters.get(sequence.tenant, 0) + _prompt_cost(sequence)
+        if not sequence.charged:
+            sequence.charged, sequence.appended = sequence.length, 0
+        self._last = sequence.tenant
 
-    def generated(self, job: Served, tokens: int) -> None:
+    def generated(self, sequence: Served, tokens: int) -> None:
         """Charge a sequence that has `tokens` tokens now (known ones, and one about to be drawn)."""
-        new = max(0, tokens - job.charged)
-        given = min(new, job.appended)
+        new = max(0, tokens - sequence.charged)
+        given = min(new, sequence.appended)
         service = PROMPT_WEIGHT * given + OUTPUT_WEIGHT * (new - given)
-        self.counters[job.tenant] = self.counters.get(job.tenant, 0) + service / job.share
-        job.charged += new
-        job.appended -= given
+        self.counters[sequence.tenant] = self.counters.get(sequence.tenant, 0) + service / sequence.share
+        sequence.charged += new
+        sequence.appended -= given
 
 
-def _prompt_cost(job: Served) -> float:
-    return 0.0 if job.charged else PROMPT_WEIGHT * job.length / job.share
+def _prompt_cost(sequence: Served) -> float:
+    return 0.0 if sequence.charged else PROMPT_WEIGHT * sequence.length / sequence.share

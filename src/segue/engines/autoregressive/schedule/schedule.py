@@ -32,42 +32,51 @@ from segue.engines.autoregressive.cache.blocks import BlockPool
 from segue.engines.autoregressive.cache.states import Snapshots, places
 from segue.engines.autoregressive.schedule.admission import admission_of, admit_waiting
 from segue.engines.autoregressive.schedule.bidirectional import fitting, whole
-from segue.engines.autoregressive.schedule.jobs import Decision, Job, Ledger, Limits, Run, missing
+from segue.engines.autoregressive.schedule.decision import (
+    Decision,
+    Ledger,
+    Limits,
+    ScheduledSequence,
+    ScheduledTokens,
+    missing,
+)
 from segue.engines.autoregressive.schedule.policies import Accounts
 
 
-def continue_running(running: Seq[Job], ledger: Ledger, limits: Limits, preempted: list[Job]) -> list[Run]:
+def continue_running(
+    running: Seq[ScheduledSequence], ledger: Ledger, limits: Limits, preempted: list[ScheduledSequence]
+) -> list[ScheduledTokens]:
     """Runs of sequences that are already running; adds the sequences to preempt to `preempted`."""
-    runs: list[Run] = []
-    able = [job for job in running if job.runnable]
+    runs: list[ScheduledTokens] = []
+    able = [sequence for sequence in running if sequence.runnable]
     settled: set[int] = set()  # scheduled or preempted: can no longer be victims
     budget = limits.max_tokens
-    prefill = limits.prefill(any(job.decoding for job in able))
-    for place, job in enumerate(able):
+    prefill = limits.prefill(any(sequence.decoding for sequence in able))
+    for place, sequence in enumerate(able):
         if budget <= 0 or len(runs) == limits.max_batch:
             break
-        unit = job.unit
-        if id(job) in settled or len(unit) > min(budget, limits.max_batch - len(runs)):
+        unit = sequence.unit
+        if id(sequence) in settled or len(unit) > min(budget, limits.max_batch - len(runs)):
             continue
-        if not job.decoding and prefill <= 0:
+        if not sequence.decoding and prefill <= 0:
             continue
         # a long prefill leaves one token to each sequence behind it, so that their decoding does not stall
         behind = min(len(able) - place - 1, limits.max_batch - len(runs) - 1)
-        tokens = min(job.at_once, max(1, budget - behind))
-        if not job.decoding:
+        tokens = min(sequence.at_once, max(1, budget - behind))
+        if not sequence.decoding:
             tokens = min(tokens, prefill)
-        tokens = whole(job.spans, job.computed, tokens)
+        tokens = whole(sequence.spans, sequence.computed, tokens)
         settled.update(map(id, unit))
         while (short := _needed(unit, tokens, ledger, limits) > ledger.available) and (
-            victim := _victim(running, job, settled)
+            victim := _victim(running, sequence, settled)
         ):
             settled.update(map(id, victim.together))
             preempted += victim.together
             for other in victim.together:
                 ledger.drop(other.blocks)
         if short:
-            room = min(tokens, _room(job, ledger, limits)) if len(unit) == 1 else 0
-            tokens = fitting(job.spans, job.computed, room)
+            room = min(tokens, _room(sequence, ledger, limits)) if len(unit) == 1 else 0
+            tokens = fitting(sequence.spans, sequence.computed, room)
         if tokens <= 0:
             # all others hold blocks that they use in this step, or lend: wait one step, unless one that lends needs its
             # blocks now
@@ -76,57 +85,59 @@ def continue_running(running: Seq[Job], ledger: Ledger, limits: Limits, preempte
         for one in unit:
             runs.append(_run(one, tokens, ledger, limits))
             budget -= tokens
-            prefill -= 0 if job.decoding else tokens
+            prefill -= 0 if sequence.decoding else tokens
     return runs
 
 
-def _needed(unit: Seq[Job], tokens: int, ledger: Ledger, limits: Limits) -> int:
+def _needed(unit: Seq[ScheduledSequence], tokens: int, ledger: Ledger, limits: Limits) -> int:
     """Blocks for this many more tokens of each sequence, including copies of blocks that they or others share."""
     new, tails = 0, []
-    for job in unit:
-        new += len(limits.windows) * max(0, limits.blocks(job.computed + tokens) - job.end)
-        if job.forked:
-            tails += limits.tails(job)
+    for sequence in unit:
+        new += len(limits.windows) * max(0, limits.blocks(sequence.computed + tokens) - sequence.end)
+        if sequence.forked:
+            tails += limits.tails(sequence)
     if not tails:
         return new
     # if no other sequence holds the block, the last one keeps it instead of copying it
     return new + sum(min(count, ledger.holders(tail) - 1) for tail, count in Counter(tails).items())
 
 
-def _room(job: Job, ledger: Ledger, limits: Limits) -> int:
+def _room(sequence: ScheduledSequence, ledger: Ledger, limits: Limits) -> int:
     """How many more tokens fit into its blocks and the free ones."""
-    groups, tails = len(limits.windows), limits.tails(job)
+    groups, tails = len(limits.windows), limits.tails(sequence)
     free = ledger.available - (len(tails) if ledger.shared(tails) else 0)
-    return 0 if free < 0 else (job.end + free // groups) * limits.block_size - job.computed
+    return 0 if free < 0 else (sequence.end + free // groups) * limits.block_size - sequence.computed
 
 
-def _run(job: Job, tokens: int, ledger: Ledger, limits: Limits) -> Run:
+def _run(sequence: ScheduledSequence, tokens: int, ledger: Ledger, limits: Limits) -> ScheduledTokens:
     """The next tokens of a running sequence, recorded in the ledger."""
     copy = False
-    if job.forked and ledger.shared(tails := limits.tails(job)):
+    if sequence.forked and ledger.shared(tails := limits.tails(sequence)):
         copy = True
         ledger.drop(tails)
         ledger.take(len(tails))
-    new = max(0, limits.blocks(job.computed + tokens) - job.end)
+    new = max(0, limits.blocks(sequence.computed + tokens) - sequence.end)
     ledger.take(len(limits.windows) * new)
-    return Run(job, job.computed, tokens, new, copy=copy)
+    return ScheduledTokens(sequence, sequence.computed, tokens, new, copy=copy)
 
 
-def _victim(running: Seq[Job], job: Job, settled: set[int]) -> Job | None:
-    """Choose the sequence to preempt for `job`: one that holds for more input, else a paused one, else one of lower
+def _victim(
+    running: Seq[ScheduledSequence], sequence: ScheduledSequence, settled: set[int]
+) -> ScheduledSequence | None:
+    """Choose the one to preempt for `sequence`: one that holds for more input, else a paused one, else one of lower
     rank (any, for a sequence that is lent), else one that waits for input."""
     others = [
         other
         for other in reversed(running)
         if other.tables
         and not other.lent
-        and job not in other.beam_group
+        and sequence not in other.beam_group
         and settled.isdisjoint(map(id, other.together))
     ]
     for kind in (
         lambda other: other.holding,
         lambda other: other.paused,
-        lambda other: job.lent or other.rank > job.rank,
+        lambda other: sequence.lent or other.rank > sequence.rank,
         lambda other: not other.runnable,
     ):
         for other in others:
@@ -136,12 +147,12 @@ def _victim(running: Seq[Job], job: Job, settled: set[int]) -> Job | None:
 
 
 def schedule(
-    running: Seq[Job],
-    waiting: Seq[Job],
+    running: Seq[ScheduledSequence],
+    waiting: Seq[ScheduledSequence],
     pool: BlockPool,
     limits: Limits,
     accounts: Accounts | None = None,
-    in_flight: Seq[Run] = (),
+    in_flight: Seq[ScheduledTokens] = (),
     slots: int | None = None,
     snapshots: Snapshots | None = None,
 ) -> Decision:
@@ -150,41 +161,46 @@ def schedule(
     `slots`: how many more sequences can have a state; None: the decoder has no states. `snapshots`: the kept states of
     prefixes, if states are reused."""
     ledger = Ledger(pool)
-    preempted: list[Job] = []
+    preempted: list[ScheduledSequence] = []
     runs = continue_running(running, ledger, limits, preempted)
     if snapshots is not None:
         size = limits.block_size
-        runs = [replace(run, keep=places(run.job, run.start, run.stop, run.job.wanted, size)) for run in runs]
+        runs = [replace(run, keep=places(run.sequence, run.start, run.stop, run.sequence.wanted, size)) for run in runs]
     if not preempted and waiting:
         admission = admission_of(running, runs, ledger, limits, pool, in_flight, slots, snapshots)
         admit_waiting(admission, waiting, accounts)
         runs = admission.runs + admission.admitted
         preempted = admission.preempted
-    if not preempted and any(run.job.drafts for run in runs):
+    if not preempted and any(run.sequence.drafts for run in runs):
         runs = _add_drafts(running, runs, ledger, limits, keeps=snapshots is not None)
     return Decision(tuple(preempted), tuple(runs))
 
 
-def _add_drafts(running: Seq[Job], runs: Seq[Run], ledger: Ledger, limits: Limits, *, keeps: bool) -> list[Run]:
+def _add_drafts(
+    running: Seq[ScheduledSequence], runs: Seq[ScheduledTokens], ledger: Ledger, limits: Limits, *, keeps: bool
+) -> list[ScheduledTokens]:
     """The runs, with drafts that fit into the remaining budget and blocks; blocks that prefills will still need are not
     used. `keeps`: keep the state before drafts, to continue from it if one is rejected."""
-    planned = {id(run.job): run.allocate for run in runs}
+    planned = {id(run.sequence): run.allocate for run in runs}
     under_way = [
-        (job, [len(table.blocks) for table in job.tables]) for job in running if not (job.paused or job.holding)
+        (sequence, [len(table.blocks) for table in sequence.tables])
+        for sequence in running
+        if not (sequence.paused or sequence.holding)
     ]
-    under_way += [(run.job, [len(blocks) for blocks in run.hit]) for run in runs if not run.job.running]
+    under_way += [(run.sequence, [len(blocks) for blocks in run.hit]) for run in runs if not run.sequence.running]
     promised = sum(
-        missing(limits, job, [held + planned.get(id(job), 0) for held in tables]) for job, tables in under_way
+        missing(limits, sequence, [held + planned.get(id(sequence), 0) for held in tables])
+        for sequence, tables in under_way
     )
     groups = len(limits.windows)
     spare = max(0, ledger.available - promised) // groups
     budget = limits.max_tokens - sum(run.tokens for run in runs)
     extended = []
     for run in runs:
-        job = run.job
-        end = (job.end if job.running else run.start // limits.block_size) + run.allocate
+        sequence = run.sequence
+        end = (sequence.end if sequence.running else run.start // limits.block_size) + run.allocate
         room = (end + spare) * limits.block_size - run.stop
-        drafts = min(job.drafts, budget, room) if run.stop == job.length else 0
+        drafts = min(sequence.drafts, budget, room) if run.stop == sequence.length else 0
         if drafts > 0:
             new = max(0, limits.blocks(run.stop + drafts) - end)
             budget -= drafts

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from segue.engines.autoregressive.schedule.jobs import Limits, Run
+from segue.engines.autoregressive.schedule.decision import Limits, ScheduledTokens
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.speculation.drafter import Computed, Drafter, Wanted
 from segue.engines.autoregressive.speculation.worth import Costs, Gate
@@ -58,12 +58,12 @@ class Speculation:
         drafts = ranks.same(lambda: self._drafts(sequences, limits, vocab_size), dict[str, list[int]])
         if drafts:
             for sequence in sequences:
-                if sequence.job.key in drafts:
-                    sequence.propose(drafts[sequence.job.key])
+                if sequence.scheduled.key in drafts:
+                    sequence.propose(drafts[sequence.scheduled.key])
 
     def _drafts(self, sequences: Iterable[Sequence], limits: Limits, vocab_size: int) -> dict[str, list[int]]:
         """Drafts by sequence key."""
-        decoding = [sequence for sequence in sequences if sequence.job.running and sequence.job.runnable]
+        decoding = [sequence for sequence in sequences if sequence.scheduled.running and sequence.scheduled.runnable]
         room = limits.max_tokens - len(decoding)
         candidates = [sequence for sequence in decoding if self._wants(sequence)]
         if room <= 0 or not candidates or self._drafter is None:
@@ -78,14 +78,18 @@ class Speculation:
         return drafts
 
     def _wants(self, sequence: Sequence) -> bool:
-        job = sequence.job
+        scheduled = sequence.scheduled
         if not may_speculate(sequence) or sequence.drafts or sequence.wary or sequence.forced is not None:
             return False
-        if not sequence.generated or job.width > 1:
+        if not sequence.generated or scheduled.width > 1:
             return False  # its next tokens may be drawn by forks
-        if job.ready != job.length or job.computed != job.length - 1 or sequence.most - sequence.generated < 2:
+        if (
+            scheduled.ready != scheduled.length
+            or scheduled.computed != scheduled.length - 1
+            or sequence.most - sequence.generated < 2
+        ):
             return False
-        gate = self._gates.setdefault(job.key, Gate())
+        gate = self._gates.setdefault(scheduled.key, Gate())
         return gate.open or not self._adaptive
 
     def verified(self, sequence: Sequence, drafts: int, accepted: int, tokens: int) -> None:
@@ -94,7 +98,7 @@ class Speculation:
         accepted = min(accepted, tokens)
         self._drafted += drafts
         self._accepted += accepted
-        gate = self._gates.get(sequence.job.key)
+        gate = self._gates.get(sequence.scheduled.key)
         if gate is not None and drafts:
             gate.verified(drafts, accepted, self._costs, self._batch)
             self._switched_off += self._adaptive and not gate.open
@@ -103,7 +107,7 @@ class Speculation:
 
     def learn(
         self,
-        runs: Mapping[Sequence, Run],
+        runs: Mapping[Sequence, ScheduledTokens],
         alive: Container[Sequence],
         hidden: torch.Tensor,
         positions: torch.Tensor,
@@ -175,7 +179,7 @@ def may_speculate(sequence: Sequence) -> bool:
 def _wanted(sequence: Sequence, most: int) -> Wanted:
     assert sequence.sampler is not None
     return Wanted(
-        key=sequence.job.key,
+        key=sequence.scheduled.key,
         ids=sequence.ids,
         most=min(most, sequence.most - sequence.generated - 1),
         generated=sequence.generated,
@@ -185,16 +189,16 @@ def _wanted(sequence: Sequence, most: int) -> Wanted:
 
 
 def _computed(
-    runs: Mapping[Sequence, Run], alive: Container[Sequence], rows: torch.Tensor, positions: torch.Tensor
+    runs: Mapping[Sequence, ScheduledTokens], alive: Container[Sequence], rows: torch.Tensor, positions: torch.Tensor
 ) -> Iterator[Computed]:
     begin = 0
     for sequence, run in runs.items():
-        job = sequence.job
+        scheduled = sequence.scheduled
         # ids do not represent such prompts, so they cannot be embedded again: only their last row is used
         start = run.start if sequence.input.plain else max(run.start, sequence.prompt_length - 1)
-        if sequence in alive and may_speculate(sequence) and start < job.computed:
-            part = slice(begin + start - run.start, begin + job.computed - run.start)
-            yield Computed(job.key, sequence.ids, start, rows[part], positions[part])
+        if sequence in alive and may_speculate(sequence) and start < scheduled.computed:
+            part = slice(begin + start - run.start, begin + scheduled.computed - run.start)
+            yield Computed(scheduled.key, sequence.ids, start, rows[part], positions[part])
         begin += run.tokens
 
 

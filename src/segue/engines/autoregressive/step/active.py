@@ -35,7 +35,7 @@ class ActiveSequences:
         return iter(self._by_key.values())
 
     def __contains__(self, sequence: object) -> bool:
-        return isinstance(sequence, Sequence) and self._by_key.get(sequence.job.key) is sequence
+        return isinstance(sequence, Sequence) and self._by_key.get(sequence.scheduled.key) is sequence
 
     def __getitem__(self, key: str) -> Sequence:
         return self._by_key[key]
@@ -47,21 +47,21 @@ class ActiveSequences:
     def add(self, sequence: Sequence) -> None:
         """Add a sequence to the waiting queue."""
         self._enter(sequence)
-        self._scheduler.add(sequence.job)
+        self._scheduler.add(sequence.scheduled)
 
     def fork(self, sequence: Sequence, child: Sequence) -> None:
         """Start `child` running with everything that `sequence` has in the cache."""
         self._enter(child)
-        self._scheduler.fork(sequence.job, child.job)
+        self._scheduler.fork(sequence.scheduled, child.scheduled)
 
     def replace(self, sequence: Sequence, by: Sequence) -> None:
         """Replace the cached tokens of a sequence with those of `by`."""
-        self._scheduler.replace(sequence.job, by.job)
+        self._scheduler.replace(sequence.scheduled, by.scheduled)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that is finished, failed, cancelled or set aside."""
-        self._scheduler.remove(sequence.job)
-        self._kept.pop(sequence.job.key, None)
+        self._scheduler.remove(sequence.scheduled)
+        self._kept.pop(sequence.scheduled.key, None)
         self._leave(sequence)
 
     def keep(self, sequence: Sequence, end: TurnEnd, block_size: int) -> None:
@@ -76,7 +76,7 @@ class ActiveSequences:
 
     def forget_kept(self) -> None:
         """Remove the kept sequences that have lost their blocks: they held too long, or others needed the blocks."""
-        for sequence in [one for one in self._kept.values() if not one.job.running]:
+        for sequence in [one for one in self._kept.values() if not one.scheduled.running]:
             self.remove(sequence)
 
     def drop(self, request_id: str) -> None:
@@ -88,7 +88,7 @@ class ActiveSequences:
         """Fail a request and return its output. `scrub`: its K and V may hold NaN, which would reach the next owner of
         a block through the masked part of that block."""
         if scrub:
-            self.scrub([block for sequence in self.of(request_id) for block in sequence.job.blocks])
+            self.scrub([block for sequence in self.of(request_id) for block in sequence.scheduled.blocks])
         self.drop(request_id)
         return TokenOutput(request_id, error=error)
 
@@ -97,14 +97,14 @@ class ActiveSequences:
         self._store.scrub(self._pool.private(blocks))
 
     def _leave(self, sequence: Sequence) -> None:
-        del self._by_key[sequence.job.key]
+        del self._by_key[sequence.scheduled.key]
         members = self._by_request[sequence.request.request_id]
         members.remove(sequence)
         if not members:
             del self._by_request[sequence.request.request_id]
         if self._speculation is not None:
-            self._speculation.forget(sequence.job.key)
+            self._speculation.forget(sequence.scheduled.key)
 
     def _enter(self, sequence: Sequence) -> None:
-        self._by_key[sequence.job.key] = sequence
+        self._by_key[sequence.scheduled.key] = sequence
         self._by_request.setdefault(sequence.request.request_id, []).append(sequence)

@@ -1,6 +1,9 @@
 """For models that draw several codes per step (a row): after code 0 is drawn, `YieldsRows.advance` of the stage model
 gives the others, in the same step and for all its sequences. Calls are replayed from captured graphs if possible: on a
-GPU padded to the sizes that are captured at the start, on a CPU at their own size."""
+GPU padded to the sizes that are captured at the start, on a CPU at their own size.
+
+Optional reading: only models that draw rows of codes have an `Advance`, called after code 0 is drawn.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 A mask function that returns None is correct for plain causal attention, for features that layers pass as arguments
 (sliding windows, soft caps, sinks), and for chunks, at whose borders the engine splits. A model whose masks express
 anything else would be silently wrong, so it is refused here.
+
+Optional reading: called once, at load.
 """
 
 from __future__ import annotations

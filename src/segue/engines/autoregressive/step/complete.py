@@ -10,7 +10,7 @@ from segue.engines.autoregressive.branches.beam_group import BeamGroup
 from segue.engines.autoregressive.branches.branches import Forks
 from segue.engines.autoregressive.output import TokenOutput
 from segue.engines.autoregressive.sample.draw import StepResult
-from segue.engines.autoregressive.schedule.jobs import Run
+from segue.engines.autoregressive.schedule.decision import ScheduledTokens
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.speculation.speculation import Speculation
 from segue.engines.autoregressive.step.active import ActiveSequences
@@ -51,7 +51,7 @@ class Completion:
                 outputs += self._given(sequence, step, results, slice(begin, end))
             elif not results[sequence].finite:
                 # its request failed in this step or ended before it completed: its blocks have no new owner yet
-                self._active.scrub(run.job.blocks)
+                self._active.scrub(run.sequence.blocks)
         return outputs + self._advance(step.searches)
 
     def _given(
@@ -76,7 +76,7 @@ class Completion:
             sequence.shareable = False  # a block without captured rows is useless to sequences that want rows
         self.prefill_tokens += max(0, min(run.stop, sequence.prompt_length) - run.start)
         if forks:  # they share the computed blocks
-            self._scheduler.advance(sequence.job, run.stop, publish=sequence.shareable)
+            self._scheduler.advance(sequence.scheduled, run.stop, publish=sequence.shareable)
         for fork in forks:
             self._active.fork(sequence, fork)
         captured = None if step.captured is None else step.captured[rows]
@@ -85,7 +85,7 @@ class Completion:
             output, new = self._output(branch, run, result, captured, forked=bool(forks))
             if output.error is not None:
                 return [*outputs, self._active.fail(output.request_id, output.error)]
-            if branch.over and branch.job.computed >= branch.job.ready:
+            if branch.over and branch.scheduled.computed >= branch.scheduled.ready:
                 new = output.finished = True
                 output.finish_reason, output.stop_reason = branch.last_end
             if new:
@@ -98,7 +98,7 @@ class Completion:
 
     def end(self, sequence: Sequence, output: TokenOutput) -> None:
         """Remove a sequence with its last output, or let it hold its blocks for requests that go on from it."""
-        if sequence.keeps and sequence.job.running and self._share_size:
+        if sequence.keeps and sequence.scheduled.running and self._share_size:
             end = TurnEnd(sequence.emitted, output.finish_reason, output.stop_reason)
             self._active.keep(sequence, end, self._share_size)
         else:
@@ -114,7 +114,13 @@ class Completion:
         return []
 
     def _output(
-        self, sequence: Sequence, run: Run, result: StepResult, captured: torch.Tensor | None, *, forked: bool
+        self,
+        sequence: Sequence,
+        run: ScheduledTokens,
+        result: StepResult,
+        captured: torch.Tensor | None,
+        *,
+        forked: bool,
     ) -> tuple[TokenOutput, bool]:
         """(output of a sequence, whether it has content). `captured`: [tokens of the run, width]."""
         output = TokenOutput(sequence.request.request_id, index=sequence.index)
@@ -134,22 +140,22 @@ class Completion:
             return output, new
         if not forked:
             # the newest token is never computed: rejected drafts, or tokens after an end, follow it
-            computed = sequence.job.length - 1 if result.tokens else run.stop
-            self._scheduler.advance(sequence.job, computed, publish=sequence.shareable)
+            computed = sequence.scheduled.length - 1 if result.tokens else run.stop
+            self._scheduler.advance(sequence.scheduled, computed, publish=sequence.shareable)
         if captured is not None and sequence.wants_rows:
-            rows = captured[: sequence.job.computed - run.start]
+            rows = captured[: sequence.scheduled.computed - run.start]
             new |= give_rows(sequence, run, rows, self._store, output)
         return output, new
 
-    def _undo(self, sequence: Sequence, run: Run, attention: PagedStep | HybridStep, rows: slice) -> None:
+    def _undo(self, sequence: Sequence, run: ScheduledTokens, attention: PagedStep | HybridStep, rows: slice) -> None:
         """Undo a run with drafts that gave NaN: a wrong draft may cause it, and even masked it spoils earlier tokens.
         The next step recomputes them without drafts. `rows`: of the flat batch."""
         for group in attention.groups:
             self._store.scrub_slots(group.slots[rows])
-        if sequence.job.slot is None:
-            self._scheduler.advance(sequence.job, run.start, publish=False)
+        if sequence.scheduled.slot is None:
+            self._scheduler.advance(sequence.scheduled, run.start, publish=False)
         else:  # its state may hold NaN, too
-            self._scheduler.restart(sequence.job)
+            self._scheduler.restart(sequence.scheduled)
         sequence.propose([])
         sequence.wary = True
 
@@ -178,6 +184,6 @@ def _new_forks(sequence: Sequence) -> list[Sequence]:
     return forks
 
 
-def _stale(sequence: Sequence, run: Run) -> bool:
+def _stale(sequence: Sequence, run: ScheduledTokens) -> bool:
     """Whether a turn ended after this run was dispatched: what it draws is not wanted."""
     return bool(sequence.turns) and (sequence.holds or run.stop - run.drafts < sequence.prompt_length)

@@ -5,7 +5,11 @@ so there is one per batch size of a short list, over tensors that live as long a
 into the tensors of the next larger size and padded with rows that attend to one token of an unowned block; all
 sizes are captured at the start, never while requests wait. On a CPU, where every row costs time, a step runs at its own
 size. The smallest sizes are captured at the start, which shows whether the model can be captured; others are captured
-in their third step, which takes about three times as long as a plain one."""
+in their third step, which takes about three times as long as a plain one.
+
+Optional reading: a dispatcher asks `DecodeGraphs` to run a step's batch, and calls the model itself where that has no
+graph.
+"""
 
 from __future__ import annotations
 

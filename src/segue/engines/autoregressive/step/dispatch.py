@@ -14,7 +14,7 @@ from segue.engines.autoregressive.branches.beam_group import BeamGroup
 from segue.engines.autoregressive.contract import AutoregressiveModel
 from segue.engines.autoregressive.sample.draw import SampledTokens, StepResult, branched, drawing
 from segue.engines.autoregressive.sample.prompt_logprobs import gather_prompt_logprobs
-from segue.engines.autoregressive.schedule.jobs import Run
+from segue.engines.autoregressive.schedule.decision import ScheduledTokens
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.step.active import ActiveSequences
 from segue.engines.autoregressive.step.advance import Advance
@@ -41,7 +41,7 @@ from segue.parallel.ranks import ALONE, Ranks
 class StepInFlight:
     """A step from its dispatch to its completion: its tensors may still be computing on the device."""
 
-    runs: dict[Sequence, Run]
+    runs: dict[Sequence, ScheduledTokens]
     """In the order of the flat batch."""
     attention: PagedStep | HybridStep
     failure: StageFailed | None = None
@@ -91,7 +91,7 @@ class Dispatcher:
         self.advance = advance
         self._ranks = ranks
 
-    def plan(self, runs: Seq[Run], active: ActiveSequences) -> StepInFlight:
+    def plan(self, runs: Seq[ScheduledTokens], active: ActiveSequences) -> StepInFlight:
         """Order the runs of a decision as the flat batch, with the metadata for attention."""
         ordered = sorted(runs, key=step_order)
         groups = [
@@ -102,7 +102,7 @@ class Dispatcher:
             for group in range(self._store.layout.groups)
         ]
         attention = joined(groups, self._store.layout.group_of)
-        return StepInFlight({active[run.job.key]: run for run in ordered}, attention)
+        return StepInFlight({active[run.sequence.key]: run for run in ordered}, attention)
 
     def run(self, step: StepInFlight, before: SampledTokens | None) -> None:
         """Forward, logits, draws. `before`: what the previous step draws if it has not completed."""
@@ -138,7 +138,7 @@ class Dispatcher:
         return results
 
     def _draw(
-        self, runs: Mapping[Sequence, Run], hidden: torch.Tensor, before: SampledTokens | None
+        self, runs: Mapping[Sequence, ScheduledTokens], hidden: torch.Tensor, before: SampledTokens | None
     ) -> SampledTokens | None:
         wanted, of_beams = branched(drawing(runs), self._share_size)
         rows = [row for its in wanted.values() for row in its]
@@ -163,23 +163,23 @@ class Dispatcher:
         return drawn
 
 
-def _parts(run: Run, group: int, layout: KVLayout, block_size: int) -> list[Part]:
+def _parts(run: ScheduledTokens, group: int, layout: KVLayout, block_size: int) -> list[Part]:
     """The run in a group's own token positions, which count from the first block that the group still holds."""
-    table = run.job.tables[group]
+    table = run.sequence.tables[group]
     before = table.first * block_size
-    spans = run.job.bidirectional if layout.ahead[group] else ()
+    spans = run.sequence.bidirectional if layout.ahead[group] else ()
     bidirectional = [(start - before, stop - before) for start, stop in spans if run.start <= start < run.stop]
     part = Part(table.blocks, run.start - before, run.stop - before, bidirectional)
     return within_chunks(part, layout.windows[group], before, block_size)
 
 
-def _stretches(runs: Iterable[Run]) -> list[Stretch]:
+def _stretches(runs: Iterable[ScheduledTokens]) -> list[Stretch]:
     """The runs, split where their states are kept."""
     stretches = []
     for run in runs:
-        assert run.job.slot is not None
+        assert run.sequence.slot is not None
         start = run.start
-        for place in sorted({*(place for place in run.keep if place in run.job.held), run.stop}):
-            stretches.append(Stretch(run.job.slot, start, place, run.job.held.get(place)))
+        for place in sorted({*(place for place in run.keep if place in run.sequence.held), run.stop}):
+            stretches.append(Stretch(run.sequence.slot, start, place, run.sequence.held.get(place)))
             start = place
     return stretches

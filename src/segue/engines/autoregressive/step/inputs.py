@@ -9,7 +9,7 @@ import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveModel, EmbedsInPlace, FlatBatch, Prompt
 from segue.engines.autoregressive.sample.draw import SampledTokens
-from segue.engines.autoregressive.schedule.jobs import Run
+from segue.engines.autoregressive.schedule.decision import ScheduledTokens
 from segue.engines.autoregressive.sequence import Sequence
 from segue.kernels.attention.paged_step import HybridStep, PagedStep
 from segue.kernels.kv.states import StateStep
@@ -18,7 +18,7 @@ from segue.kernels.staging import upload_all
 
 def flat_batch(
     model: AutoregressiveModel,
-    runs: Mapping[Sequence, Run],
+    runs: Mapping[Sequence, ScheduledTokens],
     attention: PagedStep | HybridStep,
     before: SampledTokens | None,
     states: StateStep | None = None,

@@ -5,6 +5,8 @@ than a single sequence, and the last elements of a buffer are computed by scalar
 only ever runs on exactly 16 rows, padded at the end; attention is `invariant_attention`; the head and the embedding run
 on 16 rows as well. Any remaining dependence on neighbours (experts, whose rows the router gathers; a kernel that treats
 rows differently) shows in `check_invariant`, and the model is refused.
+
+Optional reading: a model is wrapped in `InvariantModel` if its deployment asks for it.
 """
 
 from __future__ import annotations

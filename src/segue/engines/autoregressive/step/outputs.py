@@ -12,7 +12,7 @@ from segue.engines.autoregressive.contract import Then
 from segue.engines.autoregressive.output import CapturedRows, TokenOutput
 from segue.engines.autoregressive.sample.detokenize import TextOutput
 from segue.engines.autoregressive.sample.draw import StepResult
-from segue.engines.autoregressive.schedule.jobs import Run
+from segue.engines.autoregressive.schedule.decision import ScheduledTokens
 from segue.engines.autoregressive.sequence import Sequence
 from segue.kernels.kv.store import KVStore
 from segue.kernels.staging import upload
@@ -44,7 +44,7 @@ def repeats(tokens: abc.Sequence[Unit], asked: RepetitionDetection) -> bool:
     return False
 
 
-def announce(sequence: Sequence, run: Run, output: TokenOutput) -> bool:
+def announce(sequence: Sequence, run: ScheduledTokens, output: TokenOutput) -> bool:
     """Write what is reported once per input: counts of prompt tokens, and tokens that an earlier attempt had drawn.
     False: there is nothing to report."""
     output.first_index = sequence.emitted
@@ -137,10 +137,12 @@ def _end(sequence: Sequence, output: TokenOutput, token: int | None, *, found: b
         output.text += sequence.text.flush(may_stop=sequence.generated >= sequence.min_tokens)
 
 
-def give_rows(sequence: Sequence, run: Run, computed: torch.Tensor, store: KVStore, output: TokenOutput) -> bool:
+def give_rows(
+    sequence: Sequence, run: ScheduledTokens, computed: torch.Tensor, store: KVStore, output: TokenOutput
+) -> bool:
     """Emit captured rows not emitted yet: of this step (`computed` [accepted tokens of the run, width]), and of cached
     blocks. False: there are none."""
-    start, stop = sequence.rows_given, sequence.job.computed
+    start, stop = sequence.rows_given, sequence.scheduled.computed
     if start >= stop:
         return False
     if start >= run.start:
@@ -149,7 +151,7 @@ def give_rows(sequence: Sequence, run: Run, computed: torch.Tensor, store: KVSto
         rows, size = store.rows, store.block_size
         assert rows is not None
         where = torch.arange(start, stop, device=rows.device)
-        blocks = upload(np.array(sequence.job.tables[0].blocks), rows.device)  # group 0 keeps all its blocks
+        blocks = upload(np.array(sequence.scheduled.tables[0].blocks), rows.device)  # group 0 keeps all its blocks
         data = rows[blocks[where // size] * size + where % size]
     output.captured = CapturedRows(start, data)
     if start == 0:

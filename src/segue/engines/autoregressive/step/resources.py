@@ -10,7 +10,7 @@ from segue.engines.autoregressive.cache.states import Snapshots, StateSlots
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveModel, EmbedsInPlace, Prompt, YieldsRows
 from segue.engines.autoregressive.schedule.bidirectional import longest_of
-from segue.engines.autoregressive.schedule.jobs import Limits
+from segue.engines.autoregressive.schedule.decision import Limits
 from segue.engines.autoregressive.schedule.policies import Accounts
 from segue.engines.autoregressive.schedule.scheduler import Scheduler
 from segue.engines.autoregressive.speculation.speculation import Speculation

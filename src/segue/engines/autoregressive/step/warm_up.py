@@ -2,6 +2,8 @@
 
 Libraries build and load their kernels at the first call of a shape, some milliseconds each. The warm-up steps use a
 separate store and no generator, so they change no block, no counter and no random state of the engine.
+
+Optional reading: called once, at load.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Detect behaviour of the installed transformers by running it, where versions differ."""
+"""Detect behaviour of the installed transformers by running it, where versions differ.
+
+Optional reading: checks a checkpoint at load.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Call transformers' own Qwen2.5-Omni, working around its pitfalls: the reference that Segue is compared with."""
+"""Call transformers' own Qwen2.5-Omni, working around its pitfalls: the reference that Segue is compared with.
+
+Optional reading: the library's own way, to compare with.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from segue.models.shared.dialects.objects import ObjectMachine
-from segue.models.shared.dialects.pieces import Piece, Said
+from segue.models.shared.dialects.pieces import ReplyPiece, Said
 
 
 class ArrayOfCalls(ObjectMachine):
@@ -57,8 +57,8 @@ class HeldCalls:
     def __init__(self) -> None:
         self._calls = ArrayOfCalls()
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[ReplyPiece]:
         return [piece for piece in self._calls.feed(text) if not isinstance(piece, Said)]
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ReplyPiece]:
         return [piece for piece in self._calls.finish() if not isinstance(piece, Said)]

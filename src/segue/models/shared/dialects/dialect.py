@@ -15,7 +15,7 @@ from segue.models.shared.dialects.array_of_calls import HeldCalls
 from segue.models.shared.dialects.hermes import HermesParser
 from segue.models.shared.dialects.llama import LlamaParser
 from segue.models.shared.dialects.mistral import MistralParser
-from segue.models.shared.dialects.pieces import CallArguments, CallBegun, Chain, Parser, Piece, Plain
+from segue.models.shared.dialects.pieces import CallArguments, CallBegun, Chain, Parser, Plain, ReplyPiece
 from segue.models.shared.dialects.pythonic import PythonicParser
 from segue.models.shared.dialects.reasoning import KNOWN as KNOWN_MARKS
 from segue.models.shared.dialects.reasoning import ReasoningMarks, ReasoningParser
@@ -124,15 +124,15 @@ class OneCall:
         self._name = name
         self._begun = False
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[ReplyPiece]:
         text = text if self._begun else text.lstrip()
         if not text:
             return []
-        begun: list[Piece] = [] if self._begun else [CallBegun(0, self._name)]
+        begun: list[ReplyPiece] = [] if self._begun else [CallBegun(0, self._name)]
         self._begun = True
         return [*begun, CallArguments(0, text)]
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ReplyPiece]:
         return []
 
 

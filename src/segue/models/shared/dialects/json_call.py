@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from enum import Enum, auto
 
-from segue.models.shared.dialects.pieces import CallArguments, CallBegun, Piece
+from segue.models.shared.dialects.pieces import CallArguments, CallBegun, ReplyPiece
 
 _ARGUMENTS = ("arguments", "parameters")
 _SPACE = " \t\r\n"
@@ -47,7 +47,7 @@ class ArgumentsReader:
         self._nested = Nested()
         self.done = False
 
-    def read(self, text: str) -> tuple[int, list[Piece]]:
+    def read(self, text: str) -> tuple[int, list[ReplyPiece]]:
         """(number of letters used, pieces)."""
         for count, letter in enumerate(text, 1):
             if self._nested.push(letter):
@@ -88,14 +88,14 @@ class CallReader:
         """Arguments that came before the name."""
         self._source: str | None = None
         """The key of the arguments."""
-        self._out: list[Piece] = []
+        self._out: list[ReplyPiece] = []
         self._fragment = ""
         self.raw = ""
         self.begun = False
         self.done = False
         self.failed = False
 
-    def read(self, text: str) -> tuple[int, list[Piece]]:
+    def read(self, text: str) -> tuple[int, list[ReplyPiece]]:
         """(number of letters used, pieces). The letter that makes it fail is not used."""
         used = 0
         for letter in text:

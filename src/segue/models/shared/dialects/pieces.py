@@ -41,16 +41,16 @@ class CallArguments:
     text: str
 
 
-Piece = Said | Thought | CallBegun | CallArguments
+ReplyPiece = Said | Thought | CallBegun | CallArguments
 
 
 class Parser(Protocol):
     """Finds the pieces in one reply's text."""
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[ReplyPiece]:
         """Add text → the pieces that are now certain."""
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ReplyPiece]:
         """End of the text → all pieces that were held back."""
 
 
@@ -62,18 +62,18 @@ class Machine:
     def __init__(self) -> None:
         self.buffer = ""
         self.ended = False
-        self.out: list[Piece] = []
+        self.out: list[ReplyPiece] = []
         self.state: Callable[[], bool]
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[ReplyPiece]:
         self.buffer += text
         return self._run()
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ReplyPiece]:
         self.ended = True
         return self._run()
 
-    def _run(self) -> list[Piece]:
+    def _run(self) -> list[ReplyPiece]:
         while self.state():
             pass
         out, self.out = self.out, []
@@ -119,7 +119,7 @@ class Speech:
         self._said = False
         self._behind_call = False
 
-    def say(self, text: str) -> list[Piece]:
+    def say(self, text: str) -> list[ReplyPiece]:
         text = self._held + text
         kept = text.rstrip()
         self._held = text[len(kept) :]
@@ -137,7 +137,7 @@ class Speech:
         self._behind_call = True
         self._begun = self._said
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ReplyPiece]:
         held, self._held = self._held, ""
         return [Said(held)] if held and self._begun and not self._behind_call else []
 
@@ -149,13 +149,13 @@ class Chain:
         self._first = first
         self._second = second
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[ReplyPiece]:
         return self._through(self._first.feed(text))
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ReplyPiece]:
         return [*self._through(self._first.finish()), *self._second.finish()]
 
-    def _through(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def _through(self, pieces: Sequence[ReplyPiece]) -> list[ReplyPiece]:
         return [
             new for piece in pieces for new in (self._second.feed(piece.text) if isinstance(piece, Said) else [piece])
         ]
@@ -164,8 +164,8 @@ class Chain:
 class Plain:
     """Emits everything as text."""
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[ReplyPiece]:
         return [Said(text)] if text else []
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ReplyPiece]:
         return []

@@ -9,7 +9,7 @@ import ast
 import json
 from typing import Any
 
-from segue.models.shared.dialects.pieces import CallArguments, CallBegun, Machine, Piece, Said
+from segue.models.shared.dialects.pieces import CallArguments, CallBegun, Machine, ReplyPiece, Said
 
 _BEFORE, _AFTER = "<|python_start|>", "<|python_end|>"
 
@@ -41,7 +41,7 @@ class PythonicParser(Machine):
         return False
 
 
-def _calls(text: str) -> list[Piece]:
+def _calls(text: str) -> list[ReplyPiece]:
     """The calls of a list; empty for any other text."""
     try:
         tree = ast.parse(text, mode="eval").body
@@ -54,7 +54,7 @@ def _calls(text: str) -> list[Piece]:
     return [piece for call in calls for piece in call]
 
 
-def _call(index: int, element: ast.expr) -> list[Piece]:
+def _call(index: int, element: ast.expr) -> list[ReplyPiece]:
     if not (isinstance(element, ast.Call) and isinstance(element.func, ast.Name | ast.Attribute) and not element.args):
         raise ValueError("not a call with named arguments")
     arguments: dict[str, Any] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from segue.models.shared.dialects.pieces import Machine, Piece, Said, Speech, Thought
+from segue.models.shared.dialects.pieces import Machine, ReplyPiece, Said, Speech, Thought
 
 
 @dataclass(frozen=True)
@@ -68,5 +68,5 @@ class ReasoningParser(Machine):
         return False
 
 
-def _thoughts(pieces: list[Piece]) -> list[Piece]:
+def _thoughts(pieces: list[ReplyPiece]) -> list[ReplyPiece]:
     return [Thought(piece.text) for piece in pieces if isinstance(piece, Said)]

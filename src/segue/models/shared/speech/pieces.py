@@ -29,7 +29,7 @@ Past = list[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CodePiece:
     """The next frames of one utterance."""
 
     codes: Tensor
@@ -62,7 +62,7 @@ class PieceDecoder(Protocol):
         """[m, row] the rows that are not used up; the first has index `first` in the utterance → ([n, K] the frames
         that they complete, the rows that later frames need too). Raises `StageFailed` for codes that do not exist."""
 
-    def decode(self, pieces: Sequence[Piece]) -> list[tuple[Tensor, Past | None]]:
+    def decode(self, pieces: Sequence[CodePiece]) -> list[tuple[Tensor, Past | None]]:
         """Pieces of equal shape, all of them the first of their utterance or none: (samples [t] on the CPU, the
         utterance's new past) of each."""
 
@@ -90,7 +90,7 @@ class CausalDecoder(ABC):
         return rows, rows[:0]
 
     @torch.inference_mode()
-    def decode(self, pieces: Sequence[Piece]) -> list[tuple[Tensor, Past | None]]:
+    def decode(self, pieces: Sequence[CodePiece]) -> list[tuple[Tensor, Past | None]]:
         carry = Carry(pieces)
         codes_BKn = torch.stack([piece.codes for piece in pieces]).to(self.device)
         first = torch.tensor([piece.first for piece in pieces], device=self.device)
@@ -101,7 +101,7 @@ class CausalDecoder(ABC):
 class Carry:
     """Left context of the layers in one call; a layer's index is the number of calls before its own."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[CodePiece]) -> None:
         pasts = [piece.past for piece in pieces if piece.past is not None]
         assert len(pasts) in (0, len(pieces)), "first pieces run apart from later ones"
         self._past = [torch.stack(own) for own in zip(*pasts, strict=True)] if pasts else None

@@ -18,7 +18,7 @@ from torch import Tensor
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
 from segue.messages.errors import ConfigError, StageFailed, nearest
-from segue.models.shared.speech.pieces import Past, Piece, PieceDecoder
+from segue.models.shared.speech.pieces import CodePiece, Past, PieceDecoder
 from segue.models.shared.speech.rows import new_rows
 
 
@@ -154,7 +154,7 @@ class StreamingVocoder:
         return Work(state.request_id, piece, bucket=bucket, cost=cost, played_at=played_at)
 
     def _decode(self, pieces: list[_Piece]) -> None:
-        asked = [Piece(piece.codes, piece.first, piece.utterance.past, piece.ahead) for piece in pieces]
+        asked = [CodePiece(piece.codes, piece.first, piece.utterance.past, piece.ahead) for piece in pieces]
         if asked and asked[0].codes.shape[1]:
             decoded = self.decoder.decode(asked)
         else:  # an utterance that ended with a piece, or without a frame

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from segue.models.shared.speech.pieces import Past, Piece
+from segue.models.shared.speech.pieces import CodePiece, Past
 
 
 class WindowDecoder(ABC):
@@ -32,7 +32,7 @@ class WindowDecoder(ABC):
         """As in `PieceDecoder`."""
 
     @torch.inference_mode()
-    def decode(self, pieces: Sequence[Piece]) -> list[tuple[Tensor, Past | None]]:
+    def decode(self, pieces: Sequence[CodePiece]) -> list[tuple[Tensor, Past | None]]:
         windows = [torch.cat([*(piece.past or ()), piece.codes], dim=1) for piece in pieces]
         waves = self.waves(torch.stack(windows)).float().cpu()
         decoded: list[tuple[Tensor, Past | None]] = []

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from segue.engines.contract import LoadContext
 from segue.models.shared.checkpoint.files import read_object
-from segue.models.shared.speech.pieces import Carry, CausalDecoder, Past, Piece
+from segue.models.shared.speech.pieces import Carry, CausalDecoder, CodePiece, Past
 from segue.models.shared.speech.seanet import Decoder, Kinds
 from segue.models.shared.speech.vocoder import StreamingVocoder
 from segue.models.speech.pocket_tts.library import (
@@ -51,7 +51,7 @@ class LatentDecoder(CausalDecoder):
         return self._half.waves(latents_BDn, first, carry)
 
     @torch.inference_mode()
-    def decode(self, pieces: Sequence[Piece]) -> list[tuple[Tensor, Past | None]]:
+    def decode(self, pieces: Sequence[CodePiece]) -> list[tuple[Tensor, Past | None]]:
         decoded = super().decode(pieces)
         for piece, (wave, _) in zip(pieces, decoded, strict=True):
             if piece.first == 0:

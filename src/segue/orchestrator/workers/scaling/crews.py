@@ -14,7 +14,7 @@ from segue.graph.parts import is_built_in
 from segue.messages.addresses import SERVER
 from segue.messages.wire import Stats
 from segue.orchestrator.workers.replicas import Replica, Replicas
-from segue.orchestrator.workers.scaling.move_policy import Crew
+from segue.orchestrator.workers.scaling.crew import Crew
 from segue.orchestrator.workers.scaling.scale_policy import is_calm
 
 Group = tuple[str, ...]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from segue.graph.deployment.stage_plan import Scaling
-from segue.orchestrator.workers.scaling.move_policy import Crew
+from segue.orchestrator.workers.scaling.crew import Crew
 
 _MOST_DOUBLINGS = 6
 """After failures in a row the pause before the next attempt doubles, up to 64 times `cooldown`."""

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from segue.messages.deltas import Finished, SegmentDelta, TextDelta
 from segue.messages.errors import StageFailed
-from segue.models.shared.dialects.pieces import Piece, Said
+from segue.models.shared.dialects.pieces import ReplyPiece, Said
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
 from segue.server.generation.generations import run_generations
@@ -49,7 +49,7 @@ class _Words:
         return _said(self._parser.finish())
 
 
-def _said(pieces: list[Piece]) -> str:
+def _said(pieces: list[ReplyPiece]) -> str:
     return "".join(piece.text for piece in pieces if isinstance(piece, Said))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from segue.messages.deltas import Delta, EncodedDelta, Finished, ModelDelta, TextDelta, TokenLogprobs
-from segue.models.shared.dialects.pieces import CallArguments, CallBegun, Piece, Said, Thought
+from segue.models.shared.dialects.pieces import CallArguments, CallBegun, ReplyPiece, Said, Thought
 from segue.server.generation.usage import metrics_object
 from segue.server.openai.chat.request import ChatRequest, logprobs_object
 
@@ -29,12 +29,12 @@ class ReplyReader:
         self._unread = 0
         """Tokens whose text is held back."""
 
-    def feed(self, text: str, tokens: int) -> list[Piece]:
+    def feed(self, text: str, tokens: int) -> list[ReplyPiece]:
         """Parse the text of `tokens` tokens."""
         self._unread += tokens
         return self._counted(self._parser.feed(text))
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ReplyPiece]:
         """Return the text that was held back."""
         return self._counted(self._parser.finish())
 
@@ -42,14 +42,14 @@ class ReplyReader:
         """The finish reason; `tool_calls` if the model ended its reply after a call."""
         return "tool_calls" if self.called and finished.finish_reason == "stop" else finished.finish_reason
 
-    def _counted(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def _counted(self, pieces: Sequence[ReplyPiece]) -> list[ReplyPiece]:
         if pieces:
             self.thought_tokens += self._unread if isinstance(pieces[-1], Thought) else 0
             self._unread = 0
         return self._wanted(pieces)
 
-    def _wanted(self, pieces: Sequence[Piece]) -> list[Piece]:
-        wanted: list[Piece] = []
+    def _wanted(self, pieces: Sequence[ReplyPiece]) -> list[ReplyPiece]:
+        wanted: list[ReplyPiece] = []
         for piece in pieces:
             if isinstance(piece, Thought) and not self._thoughts:
                 continue
@@ -61,7 +61,7 @@ class ReplyReader:
         return wanted
 
 
-def delta_of(piece: Piece, chat: ChatRequest) -> dict[str, Any]:
+def delta_of(piece: ReplyPiece, chat: ChatRequest) -> dict[str, Any]:
     """The `delta` of a streamed choice for one piece."""
     match piece:
         case Said(text):
@@ -75,7 +75,7 @@ def delta_of(piece: Piece, chat: ChatRequest) -> dict[str, Any]:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def message_fields(pieces: Sequence[Piece], chat: ChatRequest) -> dict[str, Any]:
+def message_fields(pieces: Sequence[ReplyPiece], chat: ChatRequest) -> dict[str, Any]:
     """The fields of a whole message; content is None if there are calls, or had to be, and no text."""
     said = "".join(piece.text for piece in pieces if isinstance(piece, Said))
     thought = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
@@ -137,7 +137,7 @@ class WholeChoice:
         self.index = index
         self._chat = chat
         self._reader = ReplyReader(chat)
-        self._pieces: list[Piece] = []
+        self._pieces: list[ReplyPiece] = []
         self._end: Finished | None = None
         self._logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = []

@@ -17,7 +17,7 @@ from segue.media.parts import appended_parts
 from segue.messages.deltas import Delta, TurnEnded
 from segue.messages.errors import InvalidRequest, TooLarge, wrong
 from segue.messages.limits import check_carried
-from segue.messages.request import MediaPart, Part, Piece, Request
+from segue.messages.request import Appended, MediaPart, Part, Request
 from segue.messages.tensors import check_tensors
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import ModelCard, Service
@@ -46,7 +46,7 @@ class ChatSession:
         self._metrics = metrics
         self._checking = checking
         self._asked: asyncio.Future[ChatRequest] = asyncio.get_running_loop().create_future()
-        self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        self._pieces: asyncio.Queue[Appended | None] = asyncio.Queue()
         """What is appended; None: no more."""
         self._items: dict[str, int] = {}
         """Tensor → items so far."""
@@ -134,7 +134,7 @@ class ChatSession:
                     self._active = asyncio.get_running_loop().time()
                 yield delta
 
-    async def _appended(self) -> AsyncGenerator[Piece]:
+    async def _appended(self) -> AsyncGenerator[Appended]:
         while (piece := await self._pieces.get()) is not None:
             yield piece
 
@@ -153,7 +153,7 @@ def _completion(values: dict[str, Any], card: ModelCard, settings: ServerSetting
     return chat
 
 
-def _pieces(values: dict[str, Any], settings: ServerSettings) -> list[Piece]:
+def _pieces(values: dict[str, Any], settings: ServerSettings) -> list[Appended]:
     """Convert an `input.append`, without its `type`. Raises `InvalidRequest`."""
     check_names(values, ("content", "reply"))
     reply = values.get("reply", False)
@@ -163,11 +163,11 @@ def _pieces(values: dict[str, Any], settings: ServerSettings) -> list[Piece]:
     return [*(_piece(part, reply=False) for part in rest), _piece(last, reply=reply)]
 
 
-def _piece(part: Part, *, reply: bool) -> Piece:
+def _piece(part: Part, *, reply: bool) -> Appended:
     if isinstance(part, MediaPart):
-        return Piece(tensors=[part], reply=reply)
+        return Appended(tensors=[part], reply=reply)
     check_carried(part.text, "content")
-    return Piece(prompt=part.text, reply=reply)
+    return Appended(prompt=part.text, reply=reply)
 
 
 def add_chat_stream(

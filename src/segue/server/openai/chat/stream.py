@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from segue.messages.deltas import ChoiceEnded, Delta, EncodedDelta, Finished, ModelDelta, TextDelta, TurnEnded
-from segue.models.shared.dialects.pieces import Piece, Said
+from segue.models.shared.dialects.pieces import ReplyPiece, Said
 from segue.server.generation.generations import early_end, of_choices
 from segue.server.generation.usage import RunningUsage, usage_object
 from segue.server.openai.chat.reply import ReplyReader, audio_id, delta_of, ending, expiry, image_object
@@ -88,7 +88,7 @@ class _StreamedChoice:
             fields["token_ids"] = delta.token_ids
         return fields
 
-    def _read(self, pieces: list[Piece]) -> list[dict[str, Any]]:
+    def _read(self, pieces: list[ReplyPiece]) -> list[dict[str, Any]]:
         """The entries for parsed pieces. If the client wants no text, only a transcript is sent."""
         entries = []
         for piece in pieces:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from segue.messages.deltas import Delta, Finished, TextDelta
 from segue.messages.errors import SegueError
-from segue.models.shared.dialects.pieces import CallBegun, Piece, Said, Thought
+from segue.models.shared.dialects.pieces import CallBegun, ReplyPiece, Said, Thought
 from segue.server.generation.usage import usage_object
 from segue.server.openai.chat.reply import ReplyReader, call_id
 from segue.server.openai.chat.request import logprobs_object
@@ -123,7 +123,7 @@ class ResponseWriter:
         self._sequence = 0
         self._output: list[dict[str, Any]] = []
         self._item: Item | None = None
-        self._kind: type[Piece] | None = None
+        self._kind: type[ReplyPiece] | None = None
         """Text of the open item so far."""
         self._logprobs: list[Any] = []
         """Log-probabilities of tokens whose text is held back."""
@@ -177,7 +177,7 @@ class ResponseWriter:
         self.response = self._response(status)
         return self._numbered([{"type": f"response.{kind}", "response": self.response} for kind in kinds])
 
-    def _written(self, pieces: list[Piece]) -> list[Event]:
+    def _written(self, pieces: list[ReplyPiece]) -> list[Event]:
         events: list[Event] = []
         for piece in pieces:
             if isinstance(piece, CallBegun):
@@ -196,7 +196,7 @@ class ResponseWriter:
         """Close the open item, if any, and return the index of the next one."""
         return len(self._output) + (self._item is not None)
 
-    def _opened(self, item: Item, kind: type[Piece]) -> list[Event]:
+    def _opened(self, item: Item, kind: type[ReplyPiece]) -> list[Event]:
         self._item, self._kind = item, kind
         return item.begin()
 

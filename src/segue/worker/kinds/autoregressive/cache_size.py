@@ -1,4 +1,7 @@
-"""Compute how much the caches of an autoregressive stage hold."""
+"""Compute how much the caches of an autoregressive stage hold.
+
+Optional reading: called once, at load.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Make a drafter from `speculation` in a deployment: load its weights and compute its share of the stage's memory."""
+"""Make a drafter from `speculation` in a deployment: load its weights and compute its share of the stage's memory.
+
+Optional reading: `load_drafter` is called once, at load, if the deployment asks for speculation.
+"""
 
 from __future__ import annotations
 

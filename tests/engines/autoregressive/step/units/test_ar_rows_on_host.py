@@ -6,7 +6,7 @@ import torch
 from ar_adapter import TinyAdapter, stage_request, tiny_model
 
 from segue.engines.autoregressive.contract import Fed, Prompt
-from segue.engines.autoregressive.schedule.jobs import Run
+from segue.engines.autoregressive.schedule.decision import ScheduledTokens
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.step.inputs import flat_batch
 from segue.kernels.attention.cross_attention import CrossStep
@@ -25,7 +25,7 @@ def test_a_step_takes_the_rows_of_its_tokens_to_the_device() -> None:
     sequence = Sequence(stage_request("r"), adapter, (0, 0.0, 0))
     prompt = Prompt(token_ids=[1, 2, 3, 4], embeds=torch.ones(4, width))
     sequence.feed(Fed(prompt=prompt), longest=100, block_size=8)
-    embeds, batch = flat_batch(adapter, {sequence: Run(sequence.job, 1, 2, 1)}, None, None)  # type: ignore[arg-type]
+    embeds, batch = flat_batch(adapter, {sequence: ScheduledTokens(sequence.scheduled, 1, 2, 1)}, None, None)  # type: ignore[arg-type]
     assert (embeds.device, embeds.shape) == (ELSEWHERE, (2, width))
     assert batch.token_ids.device == ELSEWHERE
     assert prompt.embeds is not None

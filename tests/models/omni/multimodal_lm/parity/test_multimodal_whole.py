@@ -11,7 +11,7 @@ from multimodal_family import Case, Run, Stages, answer, beside, goes_on, proces
 from multimodal_newest import PALIGEMMA, PALIGEMMA_2
 from multimodal_others import make
 
-from segue.engines.autoregressive.schedule.jobs import Limits
+from segue.engines.autoregressive.schedule.decision import Limits
 from segue.messages.errors import InvalidRequest
 from segue.messages.request import Earlier, Message, Request
 from segue.models.omni.multimodal_lm.bidirectional import Sight

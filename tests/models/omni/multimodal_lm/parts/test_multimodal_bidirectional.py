@@ -14,7 +14,7 @@ from torch import nn
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
-from segue.engines.autoregressive.schedule.jobs import Limits
+from segue.engines.autoregressive.schedule.decision import Limits
 from segue.engines.autoregressive.step.check import check_bidirectional_served
 from segue.messages.errors import ConfigError
 from segue.models.omni.multimodal_lm.bidirectional import MaskProbe, Sight, bidirectional_seen, runs

@@ -2,6 +2,8 @@
 
 Layers and weights are those of `Qwen2_5OmniToken2WavBigVGANModel`; this file only defines the order in which they run,
 with memory. However the mel is split, the samples equal those of the module's own forward on the whole mel.
+
+Optional reading: a network of the vocoder.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ modulations per time.
 
 Shape legend: N blocks of one guidance branch · R rows = blocks of all branches · F frames per block · H heads ·
 d head_dim · D hidden · M mel_dim · E evaluations of the network · W windows.
+
+Optional reading: a network of the vocoder.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Utterance:
 
 
 @dataclass(slots=True)
-class Piece:
+class SoundPiece:
     """One window of an utterance, as a work item. Keeps its results, so that a repeated call computes nothing twice."""
 
     utterance: Utterance
@@ -163,7 +163,7 @@ class Token2Wav:
 
     def run(self, works: list[Work]) -> list[Result]:
         """Integrate all windows of the call as one batch, then run each through its utterance's waveform network."""
-        pieces: list[Piece] = [work.item for work in works]
+        pieces: list[SoundPiece] = [work.item for work in works]
         self._integrate([piece for piece in pieces if piece.mel is None])
         return [Result(self._audio(piece)) for piece in pieces]
 
@@ -182,7 +182,7 @@ class Token2Wav:
         state.codes = torch.cat([state.codes, new])
         state.received += len(new)
 
-    def _plan(self, state: Utterance, final: bool) -> Piece | None:
+    def _plan(self, state: Utterance, final: bool) -> SoundPiece | None:
         """The next window, if its codes have arrived; the last takes all remaining ones. Its end depends only on the
         utterance's length: a window is the last one if and only if the codes end inside it."""
         emit = GROUPS[min(state.windows, len(GROUPS) - 1)]
@@ -196,7 +196,7 @@ class Token2Wav:
         frames = len(codes) * self._flow.repeats
         missing = -(-(frames - len(state.drawn)) // self._flow.block)
         state.drawn = torch.cat([state.drawn, *(state.noise.draw() for _ in range(missing))])
-        piece = Piece(state, codes, state.drawn[:frames], state.first_block, emit, last)
+        piece = SoundPiece(state, codes, state.drawn[:frames], state.first_block, emit, last)
         state.codes = state.codes[emit * self._codes_per_block :]
         state.drawn = state.drawn[emit * self._flow.block :]
         state.first_block += emit
@@ -204,7 +204,7 @@ class Token2Wav:
         state.complete = last
         return piece
 
-    def _integrate(self, pieces: list[Piece]) -> None:
+    def _integrate(self, pieces: list[SoundPiece]) -> None:
         for piece in pieces:
             if not len(piece.codes):
                 piece.mel = torch.empty(0, self._flow.mel_dim)
@@ -216,7 +216,7 @@ class Token2Wav:
             piece.mel = result.mel
             piece.utterance.past, piece.utterance.spare = result.past, piece.utterance.past
 
-    def _window(self, piece: Piece) -> Window:
+    def _window(self, piece: SoundPiece) -> Window:
         past, spare = piece.utterance.past, piece.utterance.spare
         voice = self._voice(piece.utterance.voice)
         return Window(voice, piece.codes, piece.noise, piece.first_block, piece.emit, past, spare)
@@ -227,7 +227,7 @@ class Token2Wav:
             self._conditions[name] = self._flow.voice(speaker.cond, speaker.ref_mel)
         return self._conditions[name]
 
-    def _audio(self, piece: Piece) -> Payload:
+    def _audio(self, piece: SoundPiece) -> Payload:
         if piece.payload is None:
             assert piece.mel is not None, "the flow runs before the waveform network"
             utterance = piece.utterance

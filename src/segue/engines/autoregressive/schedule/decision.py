@@ -1,5 +1,5 @@
-"""Types of the scheduler: sequences (`Job`), size limits, the runs of a step, and the `Ledger` of free blocks that is
-kept while a step is decided."""
+"""Types of the scheduler: sequences as it sees them, size limits, what a step computes, and the `Ledger` of free blocks
+that is kept while a step is decided."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Table:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class ScheduledSequence:
     """The scheduler's view of a sequence. The engine owns `length`, `ready`, `drafts`, `hashes`, `fresh`,
     `bidirectional`, `entire`, `paused`, `open`, `lent` and `appended`; the scheduler owns `computed`, `dispatched`,
     `tables`, `slot`, `wanted`, `held`, `drafted`, `newest`, `forked` and `running`. `parked` and `since` are set by the
@@ -87,7 +87,7 @@ class Job:
     """How many sequences it occupies in a step after its prompt is computed and it has been forked."""
     forked: bool = False
     """It may share partly filled blocks with other sequences."""
-    beam_group: list[Job] = field(default_factory=list, repr=False)
+    beam_group: list[ScheduledSequence] = field(default_factory=list, repr=False)
     """The beams of its request, including itself; empty if it has none."""
 
     @property
@@ -129,13 +129,13 @@ class Job:
         return [block for table in self.tables for block in table.blocks]
 
     @property
-    def unit(self) -> list[Job]:
+    def unit(self) -> list[ScheduledSequence]:
         """Sequences that run in the same step or not at all: a beam group whose last tokens are ready. Before that,
         after a preemption, each beam catches up separately."""
         return self.beam_group if self.beam_group and self.ready == self.length else [self]
 
     @property
-    def together(self) -> list[Job]:
+    def together(self) -> list[ScheduledSequence]:
         """The sequences that are preempted with it, including itself."""
         return self.beam_group or [self]
 
@@ -173,10 +173,10 @@ class Limits:
         # the window of the next token; at worst the last token of the step is alone in a block
         return self.blocks(back + whole - 2) + 1
 
-    def least_of(self, job: Job) -> list[int]:
+    def least_of(self, sequence: ScheduledSequence) -> list[int]:
         """`least` for the remaining computation of an existing sequence."""
-        coming = [span for span in job.spans if span[0] >= job.computed]
-        return self.least(job.length, longest_of(coming))
+        coming = [span for span in sequence.spans if span[0] >= sequence.computed]
+        return self.least(sequence.length, longest_of(coming))
 
     def need(self, tokens: int, whole: int = 1) -> int:
         """Blocks needed at least to compute a sequence of `tokens`, over all groups."""
@@ -186,18 +186,18 @@ class Limits:
         """The most tokens, up to `most`, that a sequence can have with this many blocks."""
         return bisect_right(range(most + 1), num_blocks, key=lambda tokens: self.need(tokens, whole)) - 1
 
-    def tails(self, job: Job) -> list[int]:
+    def tails(self, sequence: ScheduledSequence) -> list[int]:
         """Per group: the partly filled block that its next token goes to, if other sequences may hold it too."""
-        if not job.forked or not job.computed % self.block_size:
+        if not sequence.forked or not sequence.computed % self.block_size:
             return []
-        return [table.blocks[job.computed // self.block_size - table.first] for table in job.tables]
+        return [table.blocks[sequence.computed // self.block_size - table.first] for table in sequence.tables]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ScheduledTokens:
     """One sequence's part of a step."""
 
-    job: Job
+    sequence: ScheduledSequence
     start: int
     """First token to compute; all tokens before it are in the cache."""
     tokens: int
@@ -210,7 +210,7 @@ class Run:
     drafts: int = 0
     """How many of `tokens` are drafts: the last of them."""
     wanted: int = 0
-    """`Job.wanted` for a sequence that is being admitted."""
+    """`ScheduledSequence.wanted` for a sequence that is being admitted."""
     keep: tuple[int, ...] = ()
     """Block boundaries, or its end, at which the run keeps its state, in order."""
 
@@ -223,8 +223,8 @@ class Run:
 class Decision:
     """What the next step does: first the preemptions, then the runs."""
 
-    preempt: tuple[Job, ...] = ()
-    runs: tuple[Run, ...] = ()
+    preempt: tuple[ScheduledSequence, ...] = ()
+    runs: tuple[ScheduledTokens, ...] = ()
 
 
 class Ledger:
@@ -259,6 +259,6 @@ class Ledger:
         self.available -= count
 
 
-def missing(limits: Limits, job: Job, held: Seq[int]) -> int:
+def missing(limits: Limits, sequence: ScheduledSequence, held: Seq[int]) -> int:
     """Blocks that a sequence still needs, given the number it holds in each group."""
-    return sum(max(0, least - have) for least, have in zip(limits.least_of(job), held, strict=True))
+    return sum(max(0, least - have) for least, have in zip(limits.least_of(sequence), held, strict=True))
