@@ -69,5 +69,49 @@ def joined_product(layers: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor
     return torch.cat([layer(x) for layer in layers], dim=-1)
 
 
+def draw_codes(
+    logits: torch.Tensor,
+    numbers: torch.Tensor,
+    greedy: torch.Tensor,
+    *,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(one code per row [n] long, whether the row's logits are without NaN and +inf [n] bool).
+
+    `logits` [n, vocab]; `numbers` [n] float64 in [0, 1); `greedy` [n] bool: take the most likely code. Temperature,
+    top-k (0: all) and top-p apply in this order to all other rows, and keep all codes that are as likely as the last
+    one kept; the number selects from the cumulative distribution in order of the codes. So a row's
+    code does not depend on the rows next to it. A row of NaN gets an arbitrary code of the vocabulary.
+    """
+    compiled = cpu_kernels() if _floats_on_cpu(logits) else None
+    if compiled is not None and logits.shape[1] <= compiled.most_codes:
+        return compiled.draw_codes(logits, numbers, greedy, temperature=temperature, top_k=top_k, top_p=top_p)
+    scores = logits.float() / temperature
+    vocab = scores.shape[-1]
+    if 0 < top_k < vocab or top_p < 1.0:
+        best = scores.topk(min(top_k or vocab, vocab), dim=-1).values
+        lowest = best[:, -1:]
+        if top_p < 1.0:
+            total = scores.masked_fill(scores < lowest, float("-inf")).logsumexp(dim=-1, keepdim=True)
+            share = (best - total).exp()
+            # a code stays while the sum of those before it is below top_p
+            last = ((share.cumsum(dim=-1) - share) < top_p).sum(dim=-1, keepdim=True) - 1
+            lowest = best.gather(1, last.clamp(min=0))
+        scores = scores.masked_fill(scores < lowest, float("-inf"))
+    return by_number(scores, numbers, greedy)
+
+
+def by_number(scores: torch.Tensor, numbers: torch.Tensor, greedy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(one code per row [n] long, whether its scores are without NaN and +inf [n] bool). `scores` [n, vocab]."""
+    # float64: in float32 the sum would lose the tail of a large vocabulary
+    weights = (scores - scores.amax(dim=-1, keepdim=True)).exp().to(torch.float64)
+    cumulative = weights.cumsum(dim=-1)
+    whole = cumulative[:, -1:]
+    found = torch.searchsorted(cumulative, numbers[:, None] * whole, right=True)[:, 0].clamp(max=scores.shape[-1] - 1)
+    return torch.where(greedy, scores.argmax(dim=-1), found), torch.isfinite(whole[:, 0])
+
+
 def _floats_on_cpu(x: torch.Tensor) -> bool:
     return x.dtype == torch.float32 and x.device.type == "cpu"

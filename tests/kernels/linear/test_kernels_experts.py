@@ -12,6 +12,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from segue.kernels.cpu.experts import mixed_experts
+from segue.kernels.cpu.native import libraries
+from segue.kernels.cpu.panels import in_panels
+from segue.kernels.cpu.recorder import record
 from segue.kernels.linear.experts import PACKED_EXPERTS, pack_experts
 
 SHAPE: dict[str, Any] = {"hidden_size": 32, "num_experts_per_tok": 2}
@@ -50,6 +54,56 @@ def test_equals_the_library(kind: str, tokens: int) -> None:
     assert not list(net.parameters())
     held = sum(tensor.nbytes for tensor in net.buffers())
     assert before <= held < 1.5 * before, "they are there twice"  # a layout may pad the last outputs
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("halves", [False, True])
+def test_all_in_one_call_equals_one_by_one(number: int, halves: bool) -> None:
+    """With every instruction set, and where a token of a replay goes to other experts than in the recorded call."""
+    compiled = next((one for one in libraries() if one.number == number), None)
+    if compiled is None:
+        pytest.skip("this CPU has not that instruction set")
+    generator = torch.Generator().manual_seed(number)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        values = torch.randn(*shape, generator=generator) / 4
+        return values.bfloat16().float() if halves else values
+
+    experts, hidden, inner = 7, 64, 96
+    gates, downs = drawn(experts, 2 * inner, hidden), drawn(experts, hidden, inner)
+    words = [
+        [weight.bfloat16().contiguous().view(torch.float32) if halves else weight for weight in weights]
+        for weights in (gates, downs)
+    ]
+    both, down = (
+        tuple(map(torch.stack, zip(*(in_panels(one, None, compiled.panel) for one in own), strict=True)))
+        for own in words
+    )
+    x, chosen, shares = drawn(5, hidden), torch.empty(5, 3, dtype=torch.long), torch.empty(5, 3)
+
+    def route() -> None:
+        x.copy_(torch.randn(5, hidden, generator=generator))
+        chosen.copy_(torch.stack([torch.randperm(experts, generator=generator)[:3] for _ in range(5)]))
+        shares.copy_(torch.rand(5, 3, generator=generator))
+
+    def mixed() -> torch.Tensor:
+        return mixed_experts(compiled, x, chosen, shares, both, down, inner)
+
+    route()
+    replay, _ = record(compiled, mixed)
+    for _ in range(3):
+        route()
+        replay()
+        gate, up = torch.einsum("ti,tkoi->tko", x, gates[chosen]).chunk(2, dim=-1)
+        expected = torch.einsum("tki,tkoi,tk->to", nn.functional.silu(gate) * up, downs[chosen], shares)
+        torch.testing.assert_close(replay.result, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(replay.result, mixed())
+        alone = [
+            mixed_experts(compiled, x[i : i + 1], chosen[i : i + 1], shares[i : i + 1], both, down, inner)
+            for i in range(5)
+        ]
+        assert torch.equal(torch.cat(alone), replay.result)
 
 
 def test_other_types_and_other_modules_stay() -> None:

@@ -10,12 +10,13 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from segue.engines.autoregressive.sample.codes import draw_codes, draw_heads
+from segue.engines.autoregressive.sample.codes import draw_heads
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.kernels.attention.interface import AttentionWindow, Chunked
 from segue.kernels.kv.layout import KVLayout, LayerShape, lay_out
 from segue.kernels.kv.states import StateLayout, StateStep
 from segue.kernels.linear.lora import Lora
+from segue.kernels.operations import draw_codes
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
 from segue.parallel.group import Group

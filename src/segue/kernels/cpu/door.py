@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from segue.kernels.cpu import full_attention, gated_mlp, grouped, norms, panels, rounded_linear
+from segue.kernels.cpu import draw, experts, full_attention, gated_mlp, grouped, norms, panels, rounded_linear
 from segue.kernels.cpu.native import library
 from segue.kernels.cpu.native_attention import NativeAttention
 from segue.kernels.cpu.network_recorder import CpuRecorder, list_capture
@@ -30,6 +30,7 @@ class CpuKernels:
     compile_attention = staticmethod(full_attention.compile_attention)
     full_attention = staticmethod(full_attention.full_attention)
     Attention = NativeAttention
+    most_codes = draw.MOST_CODES
 
     def __init__(self) -> None:
         compiled = library()
@@ -43,6 +44,33 @@ class CpuKernels:
     def norm_and_rope(self, x: torch.Tensor, weight: torch.Tensor, eps: float, rotations: torch.Tensor | None) -> None:
         """As in `segue.kernels.operations`."""
         norms.norm_and_rope(self._library, x, weight, eps, rotations)
+
+    def draw_codes(
+        self,
+        logits: torch.Tensor,
+        numbers: torch.Tensor,
+        greedy: torch.Tensor,
+        *,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in `segue.kernels.operations`, for at most `most_codes`."""
+        return draw.draw_codes(
+            self._library, logits, numbers, greedy, temperature=temperature, top_k=top_k, top_p=top_p
+        )
+
+    def mixed_experts(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        both: tuple[torch.Tensor, torch.Tensor],
+        down: tuple[torch.Tensor, torch.Tensor],
+        inner: int,
+    ) -> torch.Tensor:
+        """As in `experts`."""
+        return experts.mixed_experts(self._library, x, chosen, shares, both, down, inner)
 
     def attention(self) -> NativeAttention:
         """A new attention backend, for any dtype."""

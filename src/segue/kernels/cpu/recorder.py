@@ -17,10 +17,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from segue.kernels.cpu.arena import ALIGNED, Places, Region, arrange
-from segue.kernels.cpu.native import Attention, FullAttention, Library
+from segue.kernels.cpu.native import Attention, Experts, FullAttention, Library
 from segue.kernels.cpu.recording import (
     ATTEND,
+    DRAW,
     EACH,
+    EXPERTS,
     FULLY,
     GATE,
     GEMM,
@@ -74,9 +76,15 @@ _KERNELS = {
     "full_attention": FULLY,
     "modulate": MODULATE,
     "turn": ROPE,
+    "experts": EXPERTS,
+    "draw": DRAW,
 }
-_STRUCTURES: dict[int, type[Attention] | type[FullAttention]] = {ATTEND: Attention, FULLY: FullAttention}
-_NUMBERS = {NORM: 4, MODULATE: 4, ROPE: 4}
+_STRUCTURES: dict[int, type[Attention | Experts | FullAttention]] = {
+    ATTEND: Attention,
+    EXPERTS: Experts,
+    FULLY: FullAttention,
+}
+_NUMBERS = {NORM: 4, MODULATE: 4, ROPE: 4, DRAW: 6}
 """Index of the floating-point argument of a call."""
 
 

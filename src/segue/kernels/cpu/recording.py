@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from segue.kernels.cpu.arena import Region
-from segue.kernels.cpu.native import Attention, Call, FullAttention, Library
+from segue.kernels.cpu.native import Attention, Call, Experts, FullAttention, Library
 
-GEMM, WRITE, ATTEND, NORM, GATE, EACH, FULLY, MODULATE, ROPE = range(9)
+GEMM, WRITE, ATTEND, NORM, GATE, EACH, FULLY, MODULATE, ROPE, EXPERTS, DRAW = range(11)
 """Kinds of calls, numbered as in kernels.c."""
 POINTERS = {
     GEMM: (0, 3, 5, 6, 9),
@@ -28,11 +28,14 @@ POINTERS = {
     FULLY: (1,),
     MODULATE: (0, 1, 2, 4),
     ROPE: (0, 3, 4),
+    EXPERTS: (),
+    DRAW: (0, 2, 4, 6, 7),
 }
 """Indices of the arguments that are addresses; addresses within a structure are in `POINTED`."""
 POINTED: dict[type[ctypes.Structure], tuple[str, ...]] = {
     Attention: ("q", "keys", "values", "blocks", "lengths", "out"),
     FullAttention: ("q", "keys", "values", "blocks", "seen", "spans", "out"),
+    Experts: ("x", "chosen", "shares", "rows", "gates", "gated", "mixed", "order", "y"),
 }
 
 

@@ -24,8 +24,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.integrations.moe import ExpertsInterface
 
+from segue.kernels.cpu_kernels import cpu_kernels
 from segue.kernels.linear.linear import laid_out, packed_gemm
 
 PACKED_EXPERTS = "segue_packed"
@@ -39,32 +41,66 @@ class _Packed(nn.Module):
         """weights [experts, out, in], biases [experts, out]."""
         super().__init__()
         self.out_features = weights.shape[1]
-        for number, weight in enumerate(weights):
-            bias = None if biases is None else biases[number].detach()
-            packed, bias = laid_out(weight.detach().contiguous(), bias, rows)
-            self.register_buffer(f"weight{number}", packed, persistent=False)
+        layers = [
+            laid_out(weight.detach().contiguous(), None if biases is None else biases[number].detach(), rows)
+            for number, weight in enumerate(weights)
+        ]
+        self.together = not layers[0][0].is_mkldnn and len({weight.shape for weight, _ in layers}) == 1
+        """The layers are in panels of one shape, and held as `weight` and `bias` [experts, ...]."""
+        if self.together:
+            self.register_buffer("weight", torch.stack([weight for weight, _ in layers]), persistent=False)
+            self.register_buffer(
+                "bias", torch.stack([bias for _, bias in layers if bias is not None]), persistent=False
+            )
+            return
+        for number, (weight, bias) in enumerate(layers):
+            self.register_buffer(f"weight{number}", weight, persistent=False)
             self.register_buffer(f"bias{number}", bias, persistent=False)
 
     def of(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         """[rows, in] → [rows, out]."""
+        if self.together:
+            weight, bias = self.all()
+            return packed_gemm(x, weight[expert], bias[expert], self.out_features)
         weight = self.get_buffer(f"weight{expert}")
         return packed_gemm(x, weight, self._buffers[f"bias{expert}"], self.out_features)
+
+    def all(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight and bias of all experts that are held `together`."""
+        return self.get_buffer("weight"), self.get_buffer("bias")
 
 
 def pack_experts(root: nn.Module, rows: int) -> int:
     """Replace the weights of all experts under `root` by packed ones; `rows`: the usual number of rows per GEMM.
     Returns the number of modules: 0, without any change, unless all of them can be packed."""
-    found = [module for module in root.modules() if _is_experts(module)]
+    found: list[Any] = [module for module in root.modules() if _is_experts(module)]
     if not all(_can_pack(module) for module in found):
         return 0
     for module in found:
-        for name in ("gate_up_proj", "down_proj"):
-            weights, biases = module.get_parameter(name), module._parameters.get(f"{name}_bias")
-            packed = _Packed(weights.transpose(1, 2) if module.is_transposed else weights, biases, rows)
-            delattr(module, name)
-            module.register_parameter(f"{name}_bias", None)
-            module.register_module(name, packed)
+        both, down = (_pack(module, name, rows) for name in ("gate_up_proj", "down_proj"))
+        module.in_one_call = both.together and down.together and _is_swiglu(module, both.out_features)
     return len(found)
+
+
+def _pack(module: Any, name: str, rows: int) -> _Packed:
+    """Replace one weight, and its bias, of all experts of a module."""
+    weights, biases = module.get_parameter(name), module._parameters.get(f"{name}_bias")
+    packed = _Packed(weights.transpose(1, 2) if module.is_transposed else weights, biases, rows)
+    delattr(module, name)
+    module.register_parameter(f"{name}_bias", None)
+    module.register_module(name, packed)
+    return packed
+
+
+@torch.no_grad()
+def _is_swiglu(module: Any, width: int) -> bool:
+    """Whether an expert gives `down(silu(gate) * up)`, with gate before up and without a norm."""
+    if module._modules.get("post_expert_norm") is not None:
+        return False
+    x = torch.linspace(-8.0, 8.0, 3 * width).view(width, 3).t()
+    gate, up = x.chunk(2, dim=-1)
+    theirs = module._apply_gate(x)
+    return bool(theirs.shape == gate.shape) and torch.allclose(theirs, functional.silu(gate) * up, atol=1e-5)
 
 
 def _is_experts(module: nn.Module) -> bool:
@@ -90,6 +126,11 @@ def packed_experts(
 ) -> torch.Tensor:
     """The function that `transformers` calls, with its argument names: [tokens, hidden], [tokens, k] expert indices and
     their weights → [tokens, hidden]. `self`: the library's module with packed weights."""
+    compiled = cpu_kernels()
+    if compiled is not None and self.in_one_call and hidden_states.dtype == torch.float32:
+        both, down = self.gate_up_proj.all(), self.down_proj.all()
+        inner = self.gate_up_proj.out_features // 2
+        return compiled.mixed_experts(hidden_states, top_k_index, top_k_weights, both, down, inner)
     tokens, k = top_k_index.shape
     experts = top_k_index.reshape(-1)
     order = experts.argsort(stable=True)

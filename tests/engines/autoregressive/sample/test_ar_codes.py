@@ -8,8 +8,9 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from segue.engines.autoregressive.contract import Draws
-from segue.engines.autoregressive.sample.codes import draw_codes, draw_heads
+from segue.engines.autoregressive.sample.codes import draw_heads
 from segue.engines.autoregressive.sample.sampler import code_uniforms, uniforms
+from segue.kernels.operations import draw_codes
 
 VOCAB = 41
 

@@ -89,6 +89,37 @@ class FullAttention(ctypes.Structure):
     )
 
 
+class Experts(ctypes.Structure):
+    """`struct experts` of kernels.c."""
+
+    _fields_ = (
+        ("x", _pointer),
+        ("chosen", _pointer),
+        ("shares", _pointer),
+        ("both", _pointer),
+        ("both_bias", _pointer),
+        ("down", _pointer),
+        ("down_bias", _pointer),
+        ("both_next", _long),
+        ("both_bias_next", _long),
+        ("down_next", _long),
+        ("down_bias_next", _long),
+        ("both_kind", _long),
+        ("down_kind", _long),
+        ("tokens", _long),
+        ("hidden", _long),
+        ("inner", _long),
+        ("each", _long),
+        ("experts", _long),
+        ("rows", _pointer),
+        ("gates", _pointer),
+        ("gated", _pointer),
+        ("mixed", _pointer),
+        ("order", _pointer),
+        ("y", _pointer),
+    )
+
+
 class Library(NamedTuple):
     """The compiled functions, and the instruction set to call them with."""
 
@@ -100,6 +131,8 @@ class Library(NamedTuple):
     modulate: Callable[..., None]
     turn: Callable[..., None]
     gate: Callable[..., None]
+    experts: Callable[..., None]
+    draw: Callable[..., None]
     replay: Callable[..., None]
     number: int
     """Number of the instruction set, the first argument of all of them: `NARROW` to `TILED`."""
@@ -126,6 +159,11 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "modulate": [_int, _pointer, _pointer, _pointer, _long, _float, _pointer, _long, _long, _long, _int],
     "turn": [_int, _pointer, _long, _long, _pointer, _float, _pointer, _long, _long, _long, _long, _int],
     "gate": [_int, _pointer, _pointer, _long, _long, _int],
+    "experts": [_int, ctypes.POINTER(Experts), _int],
+    "draw": [
+        *(_int, _pointer, _long, _pointer, _long, _pointer, _long, _float, _pointer, _pointer),
+        *(_long, _long, _long, _long, _int),
+    ],
     "replay": [_int, _pointer, _long, _int],
 }
 NARROW, WIDE, WIDE_BYTES, WIDE_PAIRS, TILED = range(5)
@@ -135,7 +173,7 @@ FLOATS, HALVES, ROUNDED, BYTES, FOURS, EIGHTS, FOURS_BY_FLOATS, EIGHTS_BY_FLOATS
 """Weight and activation formats of a GEMM: float32; bfloat16 weights, two per word; the same, with activations rounded
 to bfloat16; int8 weights with a scale per output, with activations rounded to int8 with a scale per row; 4 or 8 bits
 with a scale and a zero per group of inputs, in one word, or as two floats."""
-_VERSION = 11
+_VERSION = 12
 """`segue_version` of kernels.c."""
 _AGAIN = (
     "install a C compiler (gcc and libc6-dev on Debian and Ubuntu, gcc elsewhere), then Segue again, with "

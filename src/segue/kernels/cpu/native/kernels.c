@@ -78,6 +78,26 @@ struct full_attention {
     int64_t out_sequence, out_head, out_token;
 };
 
+/* A mixture of experts: each token's rows of the chosen experts, gated, and their weighted sum. */
+struct experts {
+    const float *x;        /* [tokens, hidden] */
+    const int64_t *chosen; /* [tokens, each] numbers of experts; one that does not exist adds nothing */
+    const float *shares;   /* [tokens, each] */
+    const float *both;     /* [experts, gate and up of an expert], as weights of segue_product */
+    const float *both_bias;
+    const float *down;
+    const float *down_bias;
+    int64_t both_next, both_bias_next, down_next, down_bias_next; /* from one expert to the next, in floats */
+    int64_t both_kind, down_kind;
+    int64_t tokens, hidden, inner, each, experts;
+    float *rows;    /* [tokens, hidden], scratch, as are those below */
+    float *gates;   /* [tokens, 2 * inner] */
+    float *gated;   /* [tokens, inner] */
+    float *mixed;   /* [tokens * each, hidden] */
+    int64_t *order; /* [tokens * each + experts + 1] */
+    float *y;       /* [tokens, hidden] */
+};
+
 /* Layout of weights with a scale and zero per group. */
 struct grouped {
     size_t group;  /* inputs that share them */
@@ -240,7 +260,7 @@ static const struct set sets[] = {
 /* Incremented with every change of the exported functions. */
 int segue_version(void)
 {
-    return 11;
+    return 12;
 }
 
 /* The best instruction set that this machine supports; -1: none. */
@@ -553,6 +573,169 @@ void segue_gate(int number, const float *x, float *y, int64_t rows, int64_t widt
         set->gate(x + row * 2 * width, x + row * 2 * width + width, y + row * width, (size_t)width);
 }
 
+/* The slots (tokens * each) of every expert, one expert after the other: those of expert e are order[first[e]] until
+ * before order[first[e + 1]], in their order; `first` is the end of `order`. */
+static const int64_t *slots_of_experts(const struct experts *of)
+{
+    const int64_t slots = of->tokens * of->each;
+    int64_t *const first = of->order + slots;
+    memset(first, 0, (size_t)(of->experts + 1) * sizeof(int64_t));
+    for (int64_t slot = 0; slot < slots; slot++)
+        if (of->chosen[slot] >= 0 && of->chosen[slot] < of->experts)
+            first[of->chosen[slot]]++;
+    int64_t before = 0;
+    for (int64_t expert = 0; expert <= of->experts; expert++) {
+        const int64_t own = first[expert];
+        first[expert] = before;
+        before += own;
+    }
+    for (int64_t slot = 0; slot < slots; slot++)
+        if (of->chosen[slot] >= 0 && of->chosen[slot] < of->experts)
+            of->order[first[of->chosen[slot]]++] = slot;
+    for (int64_t expert = of->experts; expert > 0; expert--) /* each has moved to where the next one begins */
+        first[expert] = first[expert - 1];
+    first[0] = 0;
+    return first;
+}
+
+/* Every expert computes its rows together; a token's rows are summed in the order in which its experts are given, so
+ * that its result does not depend on the other tokens. Weights must be of a kind without scratch memory. */
+void segue_experts(int number, const struct experts *of, int threads)
+{
+    const int64_t hidden = of->hidden, slots = of->tokens * of->each;
+    const int64_t *const first = slots_of_experts(of);
+    if (first[of->experts] < slots)
+        memset(of->mixed, 0, (size_t)(slots * hidden) * sizeof(float));
+    for (int64_t expert = 0; expert < of->experts; expert++) {
+        const int64_t begin = first[expert], count = first[expert + 1] - begin;
+        if (!count)
+            continue;
+        for (int64_t row = 0; row < count; row++)
+            memcpy(of->rows + row * hidden, of->x + of->order[begin + row] / of->each * hidden, hidden * sizeof(float));
+        segue_product(number, of->rows, count, hidden, of->both + expert * of->both_next, (int)of->both_kind,
+                      of->both_bias + expert * of->both_bias_next, of->gates, 2 * of->inner, 0, NULL, 0, threads);
+        segue_gate(number, of->gates, of->gated, count, of->inner, threads);
+        segue_product(number, of->gated, count, of->inner, of->down + expert * of->down_next, (int)of->down_kind,
+                      of->down_bias + expert * of->down_bias_next, of->rows, hidden, 0, NULL, 0, threads);
+        for (int64_t row = 0; row < count; row++) {
+            const int64_t slot = of->order[begin + row];
+            const float share = of->shares[slot];
+            for (int64_t i = 0; i < hidden; i++)
+                of->mixed[slot * hidden + i] = of->rows[row * hidden + i] * share;
+        }
+    }
+    for (int64_t token = 0; token < of->tokens; token++) {
+        float *const y = of->y + token * hidden;
+        memcpy(y, of->mixed + token * of->each * hidden, hidden * sizeof(float));
+        for (int64_t slot = token * of->each + 1; slot < (token + 1) * of->each; slot++)
+            for (int64_t i = 0; i < hidden; i++)
+                y[i] += of->mixed[slot * hidden + i];
+    }
+}
+
+#define MOST_CODES 8192 /* of `segue_draw`: kept on the stack */
+
+/* Move the entry at `place` of a heap, whose smallest value is the first, down to where it belongs. */
+static void sink(float *heap, int64_t count, int64_t place)
+{
+    const float value = heap[place];
+    for (int64_t child; (child = 2 * place + 1) < count; place = child) {
+        if (child + 1 < count && heap[child + 1] < heap[child])
+            child++;
+        if (value <= heap[child])
+            break;
+        heap[place] = heap[child];
+    }
+    heap[place] = value;
+}
+
+/* The `count` largest of the scores, as such a heap. */
+static void largest(const float *scores, int64_t width, float *heap, int64_t count)
+{
+    memcpy(heap, scores, (size_t)count * sizeof(float));
+    for (int64_t place = count / 2 - 1; place >= 0; place--)
+        sink(heap, count, place);
+    for (int64_t i = count; i < width; i++)
+        if (scores[i] > heap[0]) {
+            heap[0] = scores[i];
+            sink(heap, count, 0);
+        }
+}
+
+/* The lowest score that top-k and top-p keep. `best`: [width], scratch. */
+static float lowest_kept(const float *scores, int64_t width, float most, int64_t top_k, double top_p, float *best)
+{
+    const int64_t count = top_k > 0 && top_k < width ? top_k : width;
+    if (count == width && top_p >= 1.0)
+        return -INFINITY;
+    largest(scores, width, best, count);
+    const float lowest = best[0];
+    if (top_p >= 1.0)
+        return lowest;
+    double total = 0, before = 0;
+    for (int64_t i = 0; i < width; i++)
+        if (scores[i] >= lowest)
+            total += exp((double)scores[i] - most);
+    for (int64_t left = count - 1; left > 0; left--) { /* sorts the heap, the largest first */
+        const float smallest = best[0];
+        best[0] = best[left];
+        sink(best, left, 0);
+        best[left] = smallest;
+    }
+    int64_t last = 0;
+    for (int64_t i = 0; i < count && before < top_p * total; i++) {
+        last = i;
+        before += exp((double)best[i] - most);
+    }
+    return best[last];
+}
+
+/* One code per row of logits: see `draw_codes` of segue.kernels.operations. Rows are `.._row` apart; `numbers` are in
+ * [0, 1); `top_p` has the bits of a double; `width` is at most MOST_CODES. */
+void segue_draw(int number, const float *logits, int64_t logits_row, const double *numbers, int64_t numbers_row,
+                const uint8_t *greedy, int64_t greedy_row, float temperature, int64_t *codes, uint8_t *finite,
+                int64_t rows, int64_t width, int64_t top_k, int64_t top_p, int threads)
+{
+    (void)number;
+    double share;
+    memcpy(&share, &top_p, sizeof share);
+#pragma omp parallel for num_threads(threads) if (rows * width > 1 << 15)
+    for (int64_t row = 0; row < rows; row++) {
+        float scores[MOST_CODES], weights[MOST_CODES];
+        const float *const x = logits + row * logits_row;
+        float most = -INFINITY;
+        int64_t best = 0;
+        int broken = 0;
+        for (int64_t i = 0; i < width; i++)
+            scores[i] = x[i] / temperature;
+        for (int64_t i = 0; i < width; i++)
+            broken |= !(scores[i] < INFINITY);
+        for (int64_t i = 0; i < width; i++)
+            if (scores[i] > most) {
+                most = scores[i];
+                best = i;
+            }
+        finite[row] = !broken && most > -INFINITY;
+        codes[row] = best;
+        if (!finite[row] || greedy[row * greedy_row])
+            continue;
+        const float lowest = lowest_kept(scores, width, most, top_k, share, weights);
+        double total = 0, before = 0;
+        for (int64_t i = 0; i < width; i++) {
+            weights[i] = scores[i] >= lowest ? expf(scores[i] - most) : 0.0f;
+            total += weights[i];
+        }
+        const double target = numbers[row * numbers_row] * total;
+        for (int64_t i = 0; i < width; i++) {
+            before += weights[i];
+            if (weights[i] > 0)
+                codes[row] = i; /* the last one of them, where rounding leaves the target at the total */
+            if (before > target)
+                break;
+        }
+    }
+}
+
 /* Floats of scratch memory per thread of `segue_full_attention`. */
 int64_t segue_full_scratch(int64_t dim, int64_t value_dim)
 {
@@ -585,7 +768,7 @@ void segue_full_attention(int number, const struct full_attention *of, float *sc
 
 /* One call of a recording: the function, and its arguments without the instruction set and `threads`. */
 struct call {
-    enum { GEMM, WRITE, ATTEND, NORM, GATE, EACH, FULLY, MODULATE, ROPE } kind;
+    enum { GEMM, WRITE, ATTEND, NORM, GATE, EACH, FULLY, MODULATE, ROPE, EXPERTS, DRAW } kind;
     float number;
     int64_t of[22];
 };
@@ -667,6 +850,13 @@ void segue_replay(int number, const struct call *calls, int64_t count, int threa
             break;
         case MODULATE:
             segue_modulate(number, AT(0), AT(1), AT(2), of[3], call->number, AT(4), of[5], of[6], of[7], threads);
+            break;
+        case EXPERTS:
+            segue_experts(number, AT(0), threads);
+            break;
+        case DRAW:
+            segue_draw(number, AT(0), of[1], AT(2), of[3], AT(4), of[5], call->number, AT(6), AT(7), of[8], of[9],
+                       of[10], of[11], threads);
             break;
         }
     }
