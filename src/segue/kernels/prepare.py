@@ -29,6 +29,7 @@ from segue.kernels.linear.fused_linear import Siblings, fuse, siblings
 from segue.kernels.linear.kept_rows import KeptRows, RowNames
 from segue.kernels.linear.layers import PreparedLinear
 from segue.kernels.linear.linear import PackedLinear, can_pack, pack_linears
+from segue.kernels.linear.patches import embed_patches
 from segue.kernels.linear.quantized import quantize_linears
 
 DECODE_ROWS = 8
@@ -78,6 +79,8 @@ class Plan:
     """Submodules that are not packed, with their children, e.g. if the model's code reads their weights."""
     gelus: Sequence[Gelu] = ()
     """Packed together with their linear layers."""
+    patches: bool = False
+    """Convolutions get patches that are cut already, each of the size of the kernel: they are linear layers."""
     experts: nn.Module | None = None
     """A model of transformers in the network, or the network: its mixtures of experts are packed as well."""
     first_call: bool = False
@@ -104,6 +107,8 @@ def prepare(network: nn.Module, device: torch.device, plan: Plan) -> int:
     in_floats = compiled is not None and plan.dtype == torch.float32 and not plan.compiled
     if compiled is not None and in_floats:
         compiled.compile_attention(plan.attention)
+    if plan.patches:
+        embed_patches(network)
     if device.type == "cpu":
         _keep_rows(network, plan.repeated)
     if plan.first_call:

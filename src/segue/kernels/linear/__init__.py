@@ -2,5 +2,6 @@
 makes them; `stored` makes those of quantised checkpoints. Outside `segue.kernels`, only `layers`, `lora` and `stored`
 are used.
 
-Doors: `experts`, `fused_linear`, `grouped_linear`, `kept_rows`, `layers`, `linear`, `lora`, `quantized`, `stored`.
+Doors: `experts`, `fused_linear`, `grouped_linear`, `kept_rows`, `layers`, `linear`, `lora`, `patches`, `quantized`,
+`stored`.
 """

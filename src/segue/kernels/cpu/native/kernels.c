@@ -690,6 +690,22 @@ static float lowest_kept(const float *scores, int64_t width, float most, int64_t
     return best[last];
 }
 
+/* The highest score, or -INFINITY; in lanes, so that compilers make vectors of it. */
+static float highest_of(const float *scores, int64_t width)
+{
+    float lanes[16], most = -INFINITY;
+    for (int lane = 0; lane < 16; lane++)
+        lanes[lane] = -INFINITY;
+    for (int64_t i = 0; i + 16 <= width; i += 16)
+        for (int lane = 0; lane < 16; lane++)
+            lanes[lane] = scores[i + lane] > lanes[lane] ? scores[i + lane] : lanes[lane];
+    for (int64_t i = width / 16 * 16; i < width; i++)
+        most = scores[i] > most ? scores[i] : most;
+    for (int lane = 0; lane < 16; lane++)
+        most = lanes[lane] > most ? lanes[lane] : most;
+    return most;
+}
+
 /* One code per row of logits: see `draw_codes` of segue.kernels.operations. Rows are `.._row` apart; `numbers` are in
  * [0, 1); `top_p` has the bits of a double; `width` is at most MOST_CODES. */
 void segue_draw(int number, const float *logits, int64_t logits_row, const double *numbers, int64_t numbers_row,
@@ -702,36 +718,36 @@ void segue_draw(int number, const float *logits, int64_t logits_row, const doubl
 #pragma omp parallel for num_threads(threads) if (rows * width > 1 << 15)
     for (int64_t row = 0; row < rows; row++) {
         float scores[MOST_CODES], weights[MOST_CODES];
+        int32_t kept[MOST_CODES];
         const float *const x = logits + row * logits_row;
-        float most = -INFINITY;
-        int64_t best = 0;
         int broken = 0;
         for (int64_t i = 0; i < width; i++)
             scores[i] = x[i] / temperature;
         for (int64_t i = 0; i < width; i++)
             broken |= !(scores[i] < INFINITY);
-        for (int64_t i = 0; i < width; i++)
-            if (scores[i] > most) {
-                most = scores[i];
-                best = i;
-            }
+        const float most = highest_of(scores, width);
+        int64_t best = 0, count = 0;
+        while (best < width - 1 && scores[best] != most)
+            best++;
         finite[row] = !broken && most > -INFINITY;
         codes[row] = best;
         if (!finite[row] || greedy[row * greedy_row])
             continue;
         const float lowest = lowest_kept(scores, width, most, top_k, share, weights);
+        for (int64_t i = 0; i < width; i++) { /* without a branch */
+            kept[count] = (int32_t)i;
+            count += scores[i] >= lowest;
+        }
         double total = 0, before = 0;
-        for (int64_t i = 0; i < width; i++) {
-            weights[i] = scores[i] >= lowest ? expf(scores[i] - most) : 0.0f;
+        for (int64_t i = 0; i < count; i++) {
+            weights[i] = expf(scores[kept[i]] - most);
             total += weights[i];
         }
         const double target = numbers[row * numbers_row] * total;
-        for (int64_t i = 0; i < width; i++) {
+        for (int64_t i = 0; i < count && before <= target; i++) {
             before += weights[i];
             if (weights[i] > 0)
-                codes[row] = i; /* the last one of them, where rounding leaves the target at the total */
-            if (before > target)
-                break;
+                codes[row] = kept[i]; /* the last one of them, where rounding leaves the target at the total */
         }
     }
 }

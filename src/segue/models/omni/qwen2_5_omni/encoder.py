@@ -23,7 +23,7 @@ class Encoder(MediaEncoder):
         config = load_config(ctx)
         super().__init__(ctx, _shapes(config.thinker_config))
         self._net: Encoders = load_encoders(ctx, config)
-        prepare(self._net, ctx.device, Plan(rows=PATCHES))
+        prepare(self._net, ctx.device, Plan(rows=PATCHES, patches=True))
 
     def encode_images(self, media: Sequence[Medium]) -> list[torch.Tensor]:
         """Encode images and clips in one flat call; each attends only to itself. → [n, H] each."""

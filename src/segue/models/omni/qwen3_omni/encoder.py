@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from segue.engines.contract import LoadContext
-from segue.kernels.prepare import Plan, prepare
+from segue.kernels.prepare import Gelu, Plan, prepare
 from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeThinkerConfig
 from segue.models.omni.qwen3_omni.loading import Encoders, load_config, load_encoders
 from segue.models.shared.omni.encoder import PATCHES, MediaEncoder, Medium, Shapes
@@ -24,7 +24,7 @@ class Encoder(MediaEncoder):
         super().__init__(ctx, _shapes(thinker))
         self._piece = 2 * thinker.audio_config.n_window
         self._net: Encoders = load_encoders(ctx, load_config(ctx))
-        prepare(self._net, ctx.device, Plan(rows=PATCHES))
+        prepare(self._net, ctx.device, Plan(rows=PATCHES, gelus=_gelus(self._net), patches=True))
 
     def encode_images(self, media: Sequence[Medium]) -> list[torch.Tensor]:
         """Encode images and clips in one flat call; each attends only to itself. → [n, 1 + L, H] each."""
@@ -52,6 +52,14 @@ class Encoder(MediaEncoder):
         """Rows of a recording: three convolutions of stride 2 over each piece."""
         whole, rest = divmod(frames, self._piece)
         return whole * -(-self._piece // 8) + -(-rest // 8)
+
+
+def _gelus(net: Encoders) -> list[Gelu]:
+    """Those of the vision encoder's blocks."""
+    if net.visual.config.hidden_act != "gelu_pytorch_tanh":
+        return []
+    layers = [f"visual.blocks.{number}.mlp" for number in range(len(net.visual.blocks))]
+    return [Gelu(f"{mlp}.linear_fc1", "tanh", f"{mlp}.linear_fc1", f"{mlp}.act_fn") for mlp in layers]
 
 
 def _shapes(thinker: Qwen3OmniMoeThinkerConfig) -> Shapes:

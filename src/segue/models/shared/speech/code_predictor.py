@@ -29,6 +29,24 @@ class Filters:
         return draws.code(group, logits, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 
+class _FewRotations(nn.Module):
+    """A library's rotary embedding, computed once for the few positions of a row."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, rotary: nn.Module, positions: int, like: torch.Tensor) -> None:
+        """`like`: of the dtype and device of hidden states."""
+        super().__init__()
+        cos, sin = rotary(like, torch.arange(positions, device=like.device)[None])
+        self.register_buffer("cos", cos[0], persistent=False)
+        self.register_buffer("sin", sin[0], persistent=False)
+
+    def forward(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """position_ids [1, t] → cosines and sines [1, t, dim]."""
+        return self.cos[position_ids], self.sin[position_ids]
+
+
 class CodePredictor:
     """Runs the library's decoder over the codes of one row."""
 
@@ -48,6 +66,9 @@ class CodePredictor:
         self._filters = filters
         self._project = project or nn.Identity()
         self._masks = dict.fromkeys(decoder.config.layer_types)  # None: causal
+        like = embeddings[0].get_parameter("weight")
+        decoder.rotary_emb = _FewRotations(decoder.rotary_emb, self.groups, like)
+        self._positions = torch.arange(self.groups, device=like.device)[None]
 
     @property
     def groups(self) -> int:
@@ -68,7 +89,7 @@ class CodePredictor:
             begin = 0 if group == 1 else group
             out = self._decoder(
                 inputs_embeds=self._project(rows),
-                position_ids=torch.arange(begin, begin + rows.shape[1], device=rows.device)[None],
+                position_ids=self._positions[:, begin : begin + rows.shape[1]],
                 attention_mask=self._masks,
                 past_key_values=cache,
                 use_cache=True,
