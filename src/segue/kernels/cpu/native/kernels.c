@@ -610,6 +610,7 @@ void segue_experts(int number, const struct experts *of, int threads)
         const int64_t begin = first[expert], count = first[expert + 1] - begin;
         if (!count)
             continue;
+#pragma omp parallel for num_threads(threads) if (count * hidden > 1 << 15)
         for (int64_t row = 0; row < count; row++)
             memcpy(of->rows + row * hidden, of->x + of->order[begin + row] / of->each * hidden, hidden * sizeof(float));
         segue_product(number, of->rows, count, hidden, of->both + expert * of->both_next, (int)of->both_kind,
@@ -617,6 +618,7 @@ void segue_experts(int number, const struct experts *of, int threads)
         segue_gate(number, of->gates, of->gated, count, of->inner, threads);
         segue_product(number, of->gated, count, of->inner, of->down + expert * of->down_next, (int)of->down_kind,
                       of->down_bias + expert * of->down_bias_next, of->rows, hidden, 0, NULL, 0, threads);
+#pragma omp parallel for num_threads(threads) if (count * hidden > 1 << 15)
         for (int64_t row = 0; row < count; row++) {
             const int64_t slot = of->order[begin + row];
             const float share = of->shares[slot];
@@ -624,6 +626,7 @@ void segue_experts(int number, const struct experts *of, int threads)
                 of->mixed[slot * hidden + i] = of->rows[row * hidden + i] * share;
         }
     }
+#pragma omp parallel for num_threads(threads) if (slots * hidden > 1 << 15)
     for (int64_t token = 0; token < of->tokens; token++) {
         float *const y = of->y + token * hidden;
         memcpy(y, of->mixed + token * of->each * hidden, hidden * sizeof(float));
