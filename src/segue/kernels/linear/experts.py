@@ -1,9 +1,11 @@
-"""Mixtures of experts on a CPU: one GEMM per expert over its rows, with a weight laid out for oneDNN.
+"""Mixtures of experts on a CPU: one GEMM per expert over its rows, with packed weights.
 
-An experts function of `transformers` (`ExpertsInterface`). On GPUs, and in dtypes for which oneDNN's layout gains
-nothing, the library's own `grouped_mm` is used, which the library selects if torch has the kernel.
+An experts function of `transformers` (`ExpertsInterface`). With compiled kernels, all experts of a layer are one call
+(`segue.kernels.cpu.experts`): it reads the routing itself, so that a decode step with experts can be replayed. On GPUs,
+and in dtypes for which a layout gains nothing, the library's own `grouped_mm` is used, which the library selects if
+torch has the kernel.
 
-Milliseconds per layer, two cores, float32, tokens routed evenly:
+Milliseconds per layer, two cores, float32, tokens routed evenly, weights laid out for oneDNN:
 
 | hidden, inner, experts, experts per token | tokens | library's loop | `batched_mm` | `grouped_mm` | this |
 |---|---|---|---|---|---|
