@@ -49,6 +49,15 @@ def norm_and_rope(x: torch.Tensor, weight: torch.Tensor, eps: float, rotations: 
     return None
 
 
+def snake(x: torch.Tensor, frequencies: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """`x + sin²(frequencies · x) · shares` of x [..., channels, samples], per channel (Ziyin et al., *Neural Networks
+    Fail to Learn Periodic Functions*, 2020)."""
+    compiled = cpu_kernels() if _floats_on_cpu(x) and frequencies.dtype == shares.dtype == x.dtype else None
+    if compiled is not None:
+        return compiled.snake(x, frequencies, shares)
+    return torch.addcmul(x, (x * frequencies[:, None]).sin_().square_(), shares[:, None])
+
+
 def then_gelu(linear: nn.Module, x: torch.Tensor, approximate: str) -> torch.Tensor:
     """GELU (`none` or `tanh`) of a linear layer; a packed layer fuses both into one pass, in 0.6 of the time."""
     if isinstance(linear, PackedLinear):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from segue.kernels.cpu import draw, experts, full_attention, gated_mlp, grouped, norms, panels, rounded_linear
+from segue.kernels.cpu import draw, experts, full_attention, gated_mlp, grouped, norms, panels, rounded_linear, snake
 from segue.kernels.cpu.native import library
 from segue.kernels.cpu.native_attention import NativeAttention
 from segue.kernels.cpu.network_recorder import CpuRecorder, list_capture
@@ -71,6 +71,10 @@ class CpuKernels:
     ) -> torch.Tensor:
         """As in `experts`."""
         return experts.mixed_experts(self._library, x, chosen, shares, both, down, inner)
+
+    def snake(self, x: torch.Tensor, frequencies: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """As in `segue.kernels.operations`."""
+        return snake.snake(self._library, x, frequencies, shares)
 
     def attention(self) -> NativeAttention:
         """A new attention backend, for any dtype."""

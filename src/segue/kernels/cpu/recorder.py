@@ -31,6 +31,7 @@ from segue.kernels.cpu.recording import (
     POINTED,
     POINTERS,
     ROPE,
+    SNAKE,
     WRITE,
     Entry,
     Recording,
@@ -78,6 +79,7 @@ _KERNELS = {
     "turn": ROPE,
     "experts": EXPERTS,
     "draw": DRAW,
+    "snake": SNAKE,
 }
 _STRUCTURES: dict[int, type[Attention | Experts | FullAttention]] = {
     ATTEND: Attention,

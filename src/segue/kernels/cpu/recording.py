@@ -16,7 +16,7 @@ import torch
 from segue.kernels.cpu.arena import Region
 from segue.kernels.cpu.native import Attention, Call, Experts, FullAttention, Library
 
-GEMM, WRITE, ATTEND, NORM, GATE, EACH, FULLY, MODULATE, ROPE, EXPERTS, DRAW = range(11)
+GEMM, WRITE, ATTEND, NORM, GATE, EACH, FULLY, MODULATE, ROPE, EXPERTS, DRAW, SNAKE = range(12)
 """Kinds of calls, numbered as in kernels.c."""
 POINTERS = {
     GEMM: (0, 3, 5, 6, 9),
@@ -30,6 +30,7 @@ POINTERS = {
     ROPE: (0, 3, 4),
     EXPERTS: (),
     DRAW: (0, 2, 4, 6, 7),
+    SNAKE: (0, 3, 4, 5),
 }
 """Indices of the arguments that are addresses; addresses within a structure are in `POINTED`."""
 POINTED: dict[type[ctypes.Structure], tuple[str, ...]] = {

@@ -133,6 +133,7 @@ class Library(NamedTuple):
     gate: Callable[..., None]
     experts: Callable[..., None]
     draw: Callable[..., None]
+    snake: Callable[..., None]
     replay: Callable[..., None]
     number: int
     """Number of the instruction set, the first argument of all of them: `NARROW` to `TILED`."""
@@ -164,6 +165,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
         *(_int, _pointer, _long, _pointer, _long, _pointer, _long, _float, _pointer, _pointer),
         *(_long, _long, _long, _long, _int),
     ],
+    "snake": [_int, _pointer, _long, _long, _pointer, _pointer, _pointer, _long, _long, _long, _int],
     "replay": [_int, _pointer, _long, _int],
 }
 NARROW, WIDE, WIDE_BYTES, WIDE_PAIRS, TILED = range(5)
@@ -173,7 +175,7 @@ FLOATS, HALVES, ROUNDED, BYTES, FOURS, EIGHTS, FOURS_BY_FLOATS, EIGHTS_BY_FLOATS
 """Weight and activation formats of a GEMM: float32; bfloat16 weights, two per word; the same, with activations rounded
 to bfloat16; int8 weights with a scale per output, with activations rounded to int8 with a scale per row; 4 or 8 bits
 with a scale and a zero per group of inputs, in one word, or as two floats."""
-_VERSION = 12
+_VERSION = 13
 """`segue_version` of kernels.c."""
 _AGAIN = (
     "install a C compiler (gcc and libc6-dev on Debian and Ubuntu, gcc elsewhere), then Segue again, with "

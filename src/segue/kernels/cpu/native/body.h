@@ -528,6 +528,33 @@ static void NAME(gate)(const float *gate, const float *up, float *y, size_t widt
         y[i] = gate[i] / (expf(-gate[i]) + 1.0f) * up[i];
 }
 
+/* Snake: y = x + sin(frequency x)^2 * share. The square has period pi, so that the rest of x / pi is enough; its sine is
+ * a polynomial of degree 11. Exact to a few units in the last place up to angles of some thousands. */
+static void NAME(snake)(const float *x, float frequency, float share, float *y, size_t count)
+{
+    const VEC magic = (VEC){0} + 12582912.0f; /* 1.5 * 2^23, as in `exponential` */
+    float rest[LANES] = {0}, made[LANES];
+    for (size_t i = 0; i < count; i += LANES) {
+        const int whole = i + LANES <= count;
+        if (!whole)
+            memcpy(rest, x + i, (count - i) * sizeof(float));
+        const VEC given = LOAD(whole ? x + i : rest), angle = given * frequency;
+        const VEC n = (angle * 0.318309886f + magic) - magic;
+        VEC r = angle - n * 3.140625f;
+        r = r - n * 9.67025756835937500e-4f;
+        r = r - n * 6.2771141529083251953e-7f;
+        const VEC square = r * r;
+        VEC p = square * -2.3889859e-8f + 2.7525562e-6f;
+        p = p * square - 1.9840874e-4f;
+        p = p * square + 8.3333310e-3f;
+        p = p * square - 1.6666667e-1f;
+        const VEC sine = p * square * r + r;
+        STORE(whole ? y + i : made, given + sine * sine * share);
+        if (!whole)
+            memcpy(y + i, made, (count - i) * sizeof(float));
+    }
+}
+
 /* x = gelu(x) with the tanh approximation, over whole vectors: (1 + tanh(u)) / 2 = 1 / (1 + e^-2u). */
 static void NAME(gelu)(float *x, size_t width)
 {

@@ -238,6 +238,7 @@ struct set {
     void (*norm)(const float *, const float *, float, float *, size_t);
     void (*gate)(const float *, const float *, float *, size_t);
     void (*gelu)(float *, size_t);
+    void (*snake)(const float *, float, float, float *, size_t);
     void (*modulate)(const float *, const float *, const float *, float, float *, size_t);
     void (*turned)(float *, const float *, float, const float *, size_t);
     void (*rows)(const struct full_attention *, size_t, size_t, size_t, size_t, float *);
@@ -245,7 +246,7 @@ struct set {
     void (*halved)(const float *, size_t, float *);
 };
 #define OF(set)                                                                                                        \
-    grouped_##set, panel_##set, span_##set, norm_##set, gate_##set, gelu_##set, modulate_##set, turned_##set,          \
+    grouped_##set, panel_##set, span_##set, norm_##set, gate_##set, gelu_##set, snake_##set, modulate_##set, turned_##set,          \
         rows_##set, row_##set, halved_##set
 #define BYTES_OF(set) panel_##set, rounded_##set
 enum { NARROW, WIDE, WIDE_BYTES, WIDE_PAIRS, TILED };
@@ -260,7 +261,7 @@ static const struct set sets[] = {
 /* Incremented with every change of the exported functions. */
 int segue_version(void)
 {
-    return 12;
+    return 13;
 }
 
 /* The best instruction set that this machine supports; -1: none. */
@@ -755,6 +756,18 @@ void segue_draw(int number, const float *logits, int64_t logits_row, const doubl
     }
 }
 
+/* y[batch, channels, samples] = x + sin(frequencies x)^2 * shares, both per channel; y is contiguous, and samples of x
+ * are. */
+void segue_snake(int number, const float *x, int64_t batch_row, int64_t channel_row, const float *frequencies,
+                 const float *shares, float *y, int64_t batch, int64_t channels, int64_t samples, int threads)
+{
+    const struct set *const set = sets + number;
+#pragma omp parallel for num_threads(threads) if (batch * channels * samples > 1 << 15)
+    for (int64_t row = 0; row < batch * channels; row++)
+        set->snake(x + row / channels * batch_row + row % channels * channel_row, frequencies[row % channels],
+                   shares[row % channels], y + row * samples, (size_t)samples);
+}
+
 /* Floats of scratch memory per thread of `segue_full_attention`. */
 int64_t segue_full_scratch(int64_t dim, int64_t value_dim)
 {
@@ -787,7 +800,7 @@ void segue_full_attention(int number, const struct full_attention *of, float *sc
 
 /* One call of a recording: the function, and its arguments without the instruction set and `threads`. */
 struct call {
-    enum { GEMM, WRITE, ATTEND, NORM, GATE, EACH, FULLY, MODULATE, ROPE, EXPERTS, DRAW } kind;
+    enum { GEMM, WRITE, ATTEND, NORM, GATE, EACH, FULLY, MODULATE, ROPE, EXPERTS, DRAW, SNAKE } kind;
     float number;
     int64_t of[22];
 };
@@ -876,6 +889,9 @@ void segue_replay(int number, const struct call *calls, int64_t count, int threa
         case DRAW:
             segue_draw(number, AT(0), of[1], AT(2), of[3], AT(4), of[5], call->number, AT(6), AT(7), of[8], of[9],
                        of[10], of[11], threads);
+            break;
+        case SNAKE:
+            segue_snake(number, AT(0), of[1], of[2], AT(3), AT(4), AT(5), of[6], of[7], of[8], threads);
             break;
         }
     }

@@ -12,7 +12,7 @@ from torch import Tensor
 from segue.engines.contract import LoadContext
 from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeCode2Wav
 from segue.models.omni.qwen3_omni.loading import load_code2wav, load_config
-from segue.models.shared.speech.code2wav import FRAME_RATE, attend, run
+from segue.models.shared.speech.code2wav import FRAME_RATE, attend, run, take_snakes
 from segue.models.shared.speech.pieces import Carry, CausalDecoder
 from segue.models.shared.speech.vocoder import StreamingVocoder
 
@@ -24,6 +24,7 @@ class CodeDecoder(CausalDecoder):
 
     def __init__(self, net: Qwen3OmniMoeCode2Wav) -> None:
         config = net.config
+        take_snakes(net)
         super().__init__(config.num_quantizers, config.codebook_size, net.code_embedding.weight.device)
         self._net = net
         self._window: int = config.sliding_window

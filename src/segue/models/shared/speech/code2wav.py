@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from segue.kernels.operations import snake
 from segue.models.shared.library import PreTrainedModel
 from segue.models.shared.speech.library import (
     Qwen3OmniMoeCausalConvNet,
@@ -18,11 +19,36 @@ from segue.models.shared.speech.library import (
     Qwen3OmniMoeCode2WavDecoderBlock,
     Qwen3OmniMoeCode2WavDecoderResidualUnit,
     Qwen3OmniMoeConvNeXtBlock,
+    Qwen3OmniMoeSnakeBeta,
 )
 from segue.models.shared.speech.pieces import Carry, Ring, window
 
 FRAME_RATE = 12.5
 """Frames of codes per second in both families."""
+
+
+class Snake(nn.Module):
+    """The library's, its exponentials taken once."""
+
+    frequencies: Tensor
+    shares: Tensor
+
+    def __init__(self, frequencies: Tensor, magnitudes: Tensor, least: float) -> None:
+        """Both are stored as logarithms [C]; `least` is added to a magnitude, by which the sine is divided."""
+        super().__init__()
+        self.register_buffer("frequencies", frequencies.detach().exp(), persistent=False)
+        self.register_buffer("shares", 1.0 / (magnitudes.detach().exp() + least), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, t] → the same."""
+        return snake(x, self.frequencies, self.shares)
+
+
+def take_snakes(net: nn.Module) -> None:
+    """Replace the library's snake activations under `net`, whose weights are loaded."""
+    for name, module in list(net.named_modules()):
+        if isinstance(module, Qwen3OmniMoeSnakeBeta):
+            net.set_submodule(name, Snake(module.alpha, module.beta, module.no_div_by_zero))
 
 
 class UpsamplingConv(nn.Module):

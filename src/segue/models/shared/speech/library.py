@@ -14,6 +14,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeCode2WavDecoderResidualUnit,
     Qwen3OmniMoeCode2WavTransformerModel,
     Qwen3OmniMoeConvNeXtBlock,
+    Qwen3OmniMoeSnakeBeta,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "Qwen3OmniMoeCode2WavDecoderResidualUnit",
     "Qwen3OmniMoeCode2WavTransformerModel",
     "Qwen3OmniMoeConvNeXtBlock",
+    "Qwen3OmniMoeSnakeBeta",
 ]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from segue.kernels.operations import snake
 from segue.models.shared.speech.code2wav import UpsamplingConv
 from segue.models.shared.speech.library import (
     Qwen3OmniMoeCausalConvNet,
@@ -151,8 +152,7 @@ class Snake(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, t] → the same."""
-        frequency, magnitude = self.alpha.exp()[:, None], self.beta.exp()[:, None]
-        return x + torch.sin(x * frequency).square() / (magnitude + _LEAST_MAGNITUDE)
+        return snake(x, self.alpha.exp(), 1.0 / (self.beta.exp() + _LEAST_MAGNITUDE))
 
 
 def _upsampled(channels: int, rate: int) -> nn.ModuleList:

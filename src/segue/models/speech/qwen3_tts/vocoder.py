@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from segue.engines.contract import LoadContext
-from segue.models.shared.speech.code2wav import FRAME_RATE, attend, run
+from segue.models.shared.speech.code2wav import FRAME_RATE, attend, run, take_snakes
 from segue.models.shared.speech.pieces import Carry, CausalDecoder
 from segue.models.shared.speech.vocoder import StreamingVocoder
 from segue.models.speech.qwen3_tts.config import VocoderDecoder, read_vocoder
@@ -20,6 +20,7 @@ class CodeDecoder(CausalDecoder):
     def __init__(self, net: CodesToWave, config: VocoderDecoder) -> None:
         super().__init__(config.num_quantizers, config.codebook_size, net.pre_conv.conv.weight.device)
         net.pre_transformer.set_attn_implementation("sdpa")
+        take_snakes(net)
         self.net = net
         self._window: int = config.sliding_window
 

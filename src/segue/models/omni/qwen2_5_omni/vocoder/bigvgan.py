@@ -24,6 +24,7 @@ from segue.kernels.conv.streaming_conv import (
     transposed_conv_layer,
     upsample_layer,
 )
+from segue.kernels.operations import snake
 
 if TYPE_CHECKING:
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
@@ -100,12 +101,12 @@ def _block(block: Qwen2_5OmniAMPBlock) -> Layer:
 
 def _activation(module: Qwen2_5OmniAntiAliasedActivation1d) -> Layer:
     """Upsample, snake, downsample: the nonlinearity runs at twice the rate to avoid aliasing."""
-    snake, up, down = module.act, module.upsample, module.downsample
-    channels = snake.in_features
+    up, down = module.upsample, module.downsample
+    channels = module.act.in_features
     return Chain(
         [
             upsample_layer(up.filter.flatten(), channels, up.ratio),
-            Pointwise(_snake(snake)),
+            Pointwise(_snake(module.act)),
             downsample_layer(down.filter.flatten(), channels, down.stride),
         ]
     )
@@ -113,10 +114,10 @@ def _activation(module: Qwen2_5OmniAntiAliasedActivation1d) -> Layer:
 
 def _snake(module: Qwen2_5OmniSnakeBeta) -> Callable[[Tensor], Tensor]:
     """x + sin²(αx) / β over [channels, samples]; α and β are exponentiated once."""
-    alpha = module.alpha.detach().exp()[:, None]
-    over_beta = 1.0 / (module.beta.detach().exp()[:, None] + module.no_div_by_zero)
+    alpha = module.alpha.detach().exp()
+    over_beta = 1.0 / (module.beta.detach().exp() + module.no_div_by_zero)
 
     def run(x: Tensor) -> Tensor:
-        return torch.addcmul(x, (x * alpha).sin_().square_(), over_beta)
+        return snake(x, alpha, over_beta)
 
     return run
