@@ -6,23 +6,26 @@ import pytest
 import torch
 from torch import nn
 
+from segue.kernels.cpu_kernels import cpu_kernels
 from segue.kernels.linear.patches import PatchConv, embed_patches
+from segue.kernels.prepare import Plan, prepare
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.Conv3d])
-def test_a_patch_gives_the_same_and_a_picture_is_still_cut(kind: type[nn.Module]) -> None:
+def test_a_patch_gives_the_same_and_by_itself(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     size = (4, 3) if kind is nn.Conv2d else (2, 4, 3)
     net = nn.Sequential(kind(5, 7, kernel_size=size, stride=size), nn.Identity())
-    patches, picture = torch.randn(9, 5, *size), torch.randn(2, 5, *(3 * side for side in size))
-    expected = [net(patches), net(picture)]
-    assert embed_patches(net) == 1
+    patches = torch.randn(9, 5, *size)
+    expected = net(patches)
+    prepare(net, torch.device("cpu"), Plan(rows=8, patches=True))
     assert isinstance(net[0], PatchConv)
-    for given, wanted in zip((patches, picture), expected, strict=True):
-        torch.testing.assert_close(net(given), wanted, rtol=1e-5, atol=1e-5)
-        assert net(given).shape == wanted.shape
-    assert net[0].weight.shape == (7, 5, *size)
+    torch.testing.assert_close(net(patches), expected, rtol=1e-5, atol=1e-5)
+    assert net(patches).shape == expected.shape
+    assert net[0].weight.dtype == torch.float32
+    if cpu_kernels() is not None:
+        assert torch.equal(torch.cat([net(patch) for patch in patches.split(1)]), net(patches))
 
 
 @pytest.mark.parametrize(

@@ -7,28 +7,30 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 
 class PatchConv(nn.Module):
-    """A convolution as a linear layer where its input has the size of its kernel, else as it is."""
+    """A convolution over patches of the size of its kernel, as the linear layer that it is, which can be packed: then a
+    patch's result does not depend on the patches next to it."""
 
     def __init__(self, conv: nn.Conv2d | nn.Conv3d) -> None:
         super().__init__()
-        self.conv = conv
+        weight = conv.weight.detach().flatten(1)
+        self._size = conv.kernel_size
+        self.linear = nn.Linear(weight.shape[1], weight.shape[0], conv.bias is not None, device="meta")
+        self.linear.weight = nn.Parameter(weight, requires_grad=False)
+        if conv.bias is not None:
+            self.linear.bias = nn.Parameter(conv.bias.detach(), requires_grad=False)
 
     @property
     def weight(self) -> torch.Tensor:
-        """[outputs, channels, *kernel]; encoders read its dtype."""
-        return self.conv.weight
+        """Encoders read its dtype."""
+        return self.linear.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[patches, channels, *size] → [patches, outputs, *size of the result]."""
-        if tuple(x.shape[2:]) != self.conv.kernel_size:
-            found: torch.Tensor = self.conv(x)
-            return found
-        rows = functional.linear(x.flatten(1), self.conv.weight.flatten(1), self.conv.bias)
-        return rows.view(*rows.shape, *(1 for _ in self.conv.kernel_size))
+        """[patches, channels, *size] → [patches, outputs, 1, …]."""
+        rows: torch.Tensor = self.linear(x.flatten(1))
+        return rows.view(*rows.shape, *(1 for _ in self._size))
 
 
 def embed_patches(root: nn.Module) -> int:
