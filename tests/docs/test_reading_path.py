@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "segue"
 PACKAGES = ("messages", "graph", "connectors", "worker", "orchestrator", "engines", "models/omni/qwen2_5_omni")
 MOST_LINES = 18_000
 MOST_NAMES = 9
-"""What the path may import from one optional module or package: whoever skips it has no more to take on trust."""
+"""Most names that the path imports from one optional module or package."""
 
 
 def _optional(path: Path) -> bool:

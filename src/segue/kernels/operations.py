@@ -1,4 +1,4 @@
-"""Operations of a network's layers with one signature on every device: compiled kernels on a CPU in float32, else
+"""Operations with one signature on every device: compiled kernels on a CPU in float32, else
 torch's own operators. Results are equal up to rounding."""
 
 from __future__ import annotations

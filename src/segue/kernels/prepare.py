@@ -6,6 +6,7 @@
 | linear layers are quantised | stored in fewer bits | int8, bfloat16, int4 of torch | those of `segue.kernels.cpu` |
 | linear layers and experts are packed | no | in float32 | in panels |
 | norms and gated layers in one pass, attention | torch's | torch's | those of `segue.kernels.cpu` |
+| patches that are cut already are embedded by a GEMM | yes | yes | yes |
 | rows of repeated inputs are cached | no | yes | yes |
 | calls are replayed | CUDA graphs | no | captured lists |
 

@@ -25,11 +25,11 @@ def test_equals_what_torch_computes(kernels: Library, shape: tuple[int, int, int
     x = (torch.randn(batch, channels, samples + 3, generator=generator) * 30)[..., 3:]
     frequencies, shares = (torch.randn(2, channels, generator=generator) * 2).exp()
     exact = x.double() + (x.double() * frequencies.double()[:, None]).sin().square() * shares.double()[:, None]
-    found = snake(kernels, x, frequencies, shares)
+    found = snake(x, frequencies, shares, kernels)
     # the product of a sample and a frequency is rounded, too: an angle of 1,000 is off by 6e-5
     off = 1e-6 + (x.double() * frequencies.double()[:, None]).abs() * 2e-7
     assert ((found - exact).abs() <= off * shares[:, None] + 1e-6 * exact.abs() + 1e-6).all()
-    assert torch.equal(found[:1], snake(kernels, x[:1], frequencies, shares))
+    assert torch.equal(found[:1], snake(x[:1], frequencies, shares, kernels))
 
 
 @compiled

@@ -29,8 +29,11 @@ class CpuKernels:
     fuse_gates = staticmethod(gated_mlp.fuse_gates)
     compile_attention = staticmethod(full_attention.compile_attention)
     full_attention = staticmethod(full_attention.full_attention)
-    Attention = NativeAttention
+    mixed_experts = staticmethod(experts.mixed_experts)
+    draw_codes = staticmethod(draw.draw_codes)
     most_codes = draw.MOST_CODES
+    snake = staticmethod(snake.snake)
+    Attention = NativeAttention
 
     def __init__(self) -> None:
         compiled = library()
@@ -44,37 +47,6 @@ class CpuKernels:
     def norm_and_rope(self, x: torch.Tensor, weight: torch.Tensor, eps: float, rotations: torch.Tensor | None) -> None:
         """As in `segue.kernels.operations`."""
         norms.norm_and_rope(self._library, x, weight, eps, rotations)
-
-    def draw_codes(
-        self,
-        logits: torch.Tensor,
-        numbers: torch.Tensor,
-        greedy: torch.Tensor,
-        *,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in `segue.kernels.operations`, for at most `most_codes`."""
-        return draw.draw_codes(
-            self._library, logits, numbers, greedy, temperature=temperature, top_k=top_k, top_p=top_p
-        )
-
-    def mixed_experts(
-        self,
-        x: torch.Tensor,
-        chosen: torch.Tensor,
-        shares: torch.Tensor,
-        both: tuple[torch.Tensor, torch.Tensor],
-        down: tuple[torch.Tensor, torch.Tensor],
-        inner: int,
-    ) -> torch.Tensor:
-        """As in `experts`."""
-        return experts.mixed_experts(self._library, x, chosen, shares, both, down, inner)
-
-    def snake(self, x: torch.Tensor, frequencies: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """As in `segue.kernels.operations`."""
-        return snake.snake(self._library, x, frequencies, shares)
 
     def attention(self) -> NativeAttention:
         """A new attention backend, for any dtype."""

@@ -6,14 +6,13 @@ import struct
 
 import torch
 
-from segue.kernels.cpu.native import Library
+from segue.kernels.cpu.native import library
 
 MOST_CODES = 8192
 """The same in kernels.c."""
 
 
 def draw_codes(
-    compiled: Library,
     logits: torch.Tensor,
     numbers: torch.Tensor,
     greedy: torch.Tensor,
@@ -23,6 +22,10 @@ def draw_codes(
     top_p: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `draw_codes` of `segue.kernels.operations`; logits are float32, of at most `MOST_CODES` codes."""
+    compiled = library()
+    assert compiled is not None
+    if (logits.dtype, numbers.dtype, greedy.dtype) != (torch.float32, torch.float64, torch.bool):
+        raise RuntimeError(f"codes are drawn from {logits.dtype} by {numbers.dtype} and {greedy.dtype}")
     rows, width = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     codes = torch.empty(rows, dtype=torch.long)

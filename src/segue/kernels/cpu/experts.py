@@ -6,25 +6,29 @@ import ctypes
 
 import torch
 
-from segue.kernels.cpu.native import FLOATS, HALVES, Experts, Library
+from segue.kernels.cpu.native import Experts, Library, library
+from segue.kernels.cpu.panels import kind_of
 
 
 def mixed_experts(
-    compiled: Library,
     x: torch.Tensor,
     chosen: torch.Tensor,
     shares: torch.Tensor,
     both: tuple[torch.Tensor, torch.Tensor],
     down: tuple[torch.Tensor, torch.Tensor],
     inner: int,
+    compiled: Library | None = None,
 ) -> torch.Tensor:
     """The sum of what each token's experts give, weighted: x [tokens, hidden] float32, chosen [tokens, k] long and
     their shares → [tokens, hidden].
 
     An expert gives `down(silu(gate(x)) * up(x))`, with `inner` features between. `both` (gate, then up) and `down`:
     panels of all experts [experts, panels, in, panel], or [.., in / 2, ..] of bfloat16, and their bias [experts,
-    panels * panel]. A token's result does not depend on the other tokens.
+    panels * panel]. A token's result does not depend on the other tokens. `compiled`: the best instruction set by
+    default.
     """
+    compiled = compiled or library()
+    assert compiled is not None
     x, chosen, shares = x.contiguous(), chosen.contiguous(), shares.to(x.dtype).contiguous()
     tokens, hidden = x.shape
     k, experts = chosen.shape[1], len(both[0])
@@ -36,12 +40,8 @@ def mixed_experts(
     of = Experts(
         *(tensor.data_ptr() for tensor in (x, chosen, shares, *both, *down)),
         *(tensor.stride(0) for tensor in (*both, *down)),
-        *(_kind(both[0], hidden), _kind(down[0], inner), tokens, hidden, inner, k, experts),
+        *(kind_of(both[0].shape[2], hidden), kind_of(down[0].shape[2], inner), tokens, hidden, inner, k, experts),
         *(tensor.data_ptr() for tensor in (rows, gates, gated, mixed, order, y)),
     )
     compiled.experts(compiled.number, ctypes.byref(of), torch.get_num_threads())
     return y
-
-
-def _kind(panels: torch.Tensor, inputs: int) -> int:
-    return FLOATS if panels.shape[2] == inputs else HALVES

@@ -25,11 +25,16 @@ def panel_gemm(
     """[..., in] → [..., out], with panels and bias from `laid_out`; `gelu`: `none` or `tanh`, to be applied."""
     inputs = x.shape[-1]
     rows = x.numel() // inputs
-    kind = HALVES if panels.shape[1] * 2 == inputs else FLOATS
+    kind = kind_of(panels.shape[1], inputs)
     made = gemm(x.reshape(rows, inputs), panels, bias, out_features, kind, gelu=gelu == "tanh")
     if gelu == "none":
         torch.ops.aten.gelu_(made)
     return made.view(*x.shape[:-1], out_features)
+
+
+def kind_of(depth: int, inputs: int) -> int:
+    """The format of panels from `laid_out` that have `depth` words for each output."""
+    return HALVES if depth * 2 == inputs else FLOATS
 
 
 def in_panels(words: torch.Tensor, bias: torch.Tensor | None, panel: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,11 +6,15 @@ import math
 
 import torch
 
-from segue.kernels.cpu.native import Library
+from segue.kernels.cpu.native import Library, library
 
 
-def snake(compiled: Library, x: torch.Tensor, frequencies: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """As `snake` of `segue.kernels.operations`; all are float32."""
+def snake(
+    x: torch.Tensor, frequencies: torch.Tensor, shares: torch.Tensor, compiled: Library | None = None
+) -> torch.Tensor:
+    """As `snake` of `segue.kernels.operations`; all are float32. `compiled`: the best instruction set by default."""
+    compiled = compiled or library()
+    assert compiled is not None
     channels, samples = x.shape[-2:]
     rows = x.reshape(math.prod(x.shape[:-2]), channels, samples)
     rows = rows if rows.stride(2) == 1 else rows.contiguous()

@@ -63,8 +63,8 @@ def test_parity(directory: Path, expected: list[list[int]]) -> None:
 
 
 NOT_RECORDED = {"gpt-oss", "deepseek_v3", "gemma2", "longcat_flash"}
-"""Routing that the host reads (gpt-oss has another gate, the others route in groups or to no expert at all), and a soft
-cap, which the compiled kernels have not."""
+"""gpt-oss has another gate, so that the host reads its routing; the compiled kernels have neither the attention nor the
+soft cap of the others."""
 
 
 @pytest.mark.skipif(cpu_kernels() is None, reason="the kernels were not compiled, or not for this CPU")

@@ -127,9 +127,8 @@ class BeamGroup(Branching):
         for beam in self.beams:
             active.remove(beam)
         self.root.cut(first[:common], block_size)
-        self.root.scheduled.charged = max(
-            self.root.scheduled.charged, common + 1
-        )  # its beams were charged for these tokens
+        # its beams were charged for these tokens
+        self.root.scheduled.charged = max(self.root.scheduled.charged, common + 1)
         active.add(self.root)
 
     def _take(self, step: Step, active: ActiveSequences, block_size: int) -> None:

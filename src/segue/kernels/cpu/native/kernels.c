@@ -653,12 +653,18 @@ static void sink(float *heap, int64_t count, int64_t place)
     heap[place] = value;
 }
 
+/* Make such a heap of any values. */
+static void make_heap(float *heap, int64_t count)
+{
+    for (int64_t place = count / 2 - 1; place >= 0; place--)
+        sink(heap, count, place);
+}
+
 /* The `count` largest of the scores, as such a heap. */
 static void largest(const float *scores, int64_t width, float *heap, int64_t count)
 {
     memcpy(heap, scores, (size_t)count * sizeof(float));
-    for (int64_t place = count / 2 - 1; place >= 0; place--)
-        sink(heap, count, place);
+    make_heap(heap, count);
     for (int64_t i = count; i < width; i++)
         if (scores[i] > heap[0]) {
             heap[0] = scores[i];
@@ -680,18 +686,16 @@ static float lowest_kept(const float *scores, int64_t width, float most, int64_t
     for (int64_t i = 0; i < width; i++)
         if (scores[i] >= lowest)
             total += exp((double)scores[i] - most);
-    for (int64_t left = count - 1; left > 0; left--) { /* sorts the heap, the largest first */
-        const float smallest = best[0];
-        best[0] = best[left];
-        sink(best, left, 0);
-        best[left] = smallest;
+    for (int64_t i = 0; i < count; i++) /* now the largest score is first */
+        best[i] = -best[i];
+    make_heap(best, count);
+    for (int64_t left = count; left > 1; sink(best, left, 0)) {
+        before += exp(-(double)best[0] - most);
+        if (before >= top_p * total)
+            break;
+        best[0] = best[--left];
     }
-    int64_t last = 0;
-    for (int64_t i = 0; i < count && before < top_p * total; i++) {
-        last = i;
-        before += exp((double)best[i] - most);
-    }
-    return best[last];
+    return -best[0];
 }
 
 /* The highest score, or -INFINITY; in lanes, so that compilers make vectors of it. */

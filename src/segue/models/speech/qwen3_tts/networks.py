@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from segue.kernels.operations import snake
 from segue.models.shared.speech.code2wav import UpsamplingConv
 from segue.models.shared.speech.library import (
     Qwen3OmniMoeCausalConvNet,
@@ -19,13 +18,13 @@ from segue.models.shared.speech.library import (
     Qwen3OmniMoeCode2WavDecoderResidualUnit,
     Qwen3OmniMoeCode2WavTransformerModel,
     Qwen3OmniMoeConvNeXtBlock,
+    Qwen3OmniMoeSnakeBeta,
 )
 from segue.models.speech.qwen3_tts.config import Decoder, Talker, VocoderDecoder
 from segue.models.speech.qwen3_tts.library import ACT2FN, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 _DILATIONS = (1, 3, 9)
 _LEAST_USAGE = 1e-5
-_LEAST_MAGNITUDE = 1e-9
 
 
 class TextProjection(nn.Module):
@@ -141,25 +140,11 @@ class PreTransformer(Qwen3OmniMoeCode2WavTransformerModel):
         self.output_proj = nn.Linear(config.hidden_size, config.latent_dim)
 
 
-class Snake(nn.Module):
-    """x + sin²(a x) / b per channel (Ziyin et al., *Neural Networks Fail to Learn Periodic Functions*), a and b stored
-    as logarithms."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.alpha = nn.Parameter(torch.zeros(channels))
-        self.beta = nn.Parameter(torch.zeros(channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, C, t] → the same."""
-        return snake(x, self.alpha.exp(), 1.0 / (self.beta.exp() + _LEAST_MAGNITUDE))
-
-
 def _upsampled(channels: int, rate: int) -> nn.ModuleList:
     """Upsample by `rate`, to half the channels."""
     half = channels // 2
     units = [Qwen3OmniMoeCode2WavDecoderResidualUnit(half, dilation) for dilation in _DILATIONS]
-    return nn.ModuleList([Snake(channels), UpsamplingConv(channels, half, 2 * rate, rate), *units])
+    return nn.ModuleList([Qwen3OmniMoeSnakeBeta(channels), UpsamplingConv(channels, half, 2 * rate, rate), *units])
 
 
 class CodesToWave(nn.Module):
@@ -181,7 +166,7 @@ class CodesToWave(nn.Module):
             [
                 Qwen3OmniMoeCausalConvNet(latent, config.decoder_dim, 7),
                 *(_upsampled(own, rate) for own, rate in zip(channels, config.upsample_rates, strict=False)),
-                Snake(channels[-1]),
+                Qwen3OmniMoeSnakeBeta(channels[-1]),
                 Qwen3OmniMoeCausalConvNet(channels[-1], 1, 7),
             ]
         )
