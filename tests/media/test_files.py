@@ -119,7 +119,7 @@ def test_videos_and_their_posters() -> None:
     assert deltas["video"].facts == {"height": 16, "width": 24, "fps": 8.0, "frames": 20}
 
 
-@pytest.mark.parametrize("in_base64", [False, True])
+@pytest.mark.parametrize("in_base64", [pytest.param(False, marks=pytest.mark.nightly), True])
 @given(cuts=st.lists(st.integers(0, 20), max_size=3), again=st.integers(0, 20))
 def test_fragments_are_sent_frame_by_frame(in_base64: bool, cuts: list[int], again: int) -> None:
     """Each frame can be shown when its bytes are there, and no byte depends on the parts, nor on a second attempt. In

@@ -105,7 +105,16 @@ def test_the_model_replies_to_each_turn_and_goes_on(system: System) -> None:
     system.run(body)
 
 
-@pytest.mark.parametrize("victims", [("counter",), ("input",), ("tone",), ("counter", "input"), ("counter", "tone")])
+@pytest.mark.parametrize(
+    "victims",
+    [
+        ("counter", "tone"),
+        *(
+            pytest.param(one, marks=pytest.mark.nightly)
+            for one in [("counter",), ("input",), ("tone",), ("counter", "input")]
+        ),
+    ],
+)
 def test_killed_while_it_holds(system: System, victims: tuple[str, ...]) -> None:
     async def body() -> None:
         async with system.own() as omni, open_one(omni, "one", reply=True) as request:

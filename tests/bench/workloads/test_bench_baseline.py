@@ -33,7 +33,9 @@ def options(model: Path, family: OmniFamily, suppressed: Suppressed) -> Options:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "seconds"), [("qwen2_5_omni", 0.02), ("qwen3_omni", 0.08)])
+@pytest.mark.parametrize(
+    ("name", "seconds"), [pytest.param("qwen2_5_omni", 0.02, marks=pytest.mark.nightly), ("qwen3_omni", 0.08)]
+)
 def test_both_ways_of_serving_do_the_work_asked_for(name: str, seconds: float, tmp_path: Path) -> None:
     family = FAMILIES[name]
     model = make_preset(tmp_path, "tiny", family.preset)

@@ -41,7 +41,7 @@ def truth(qwen_image_dir: Path) -> RequestOutput:
 @pytest.fixture(
     scope="module",
     params=[
-        {"cfg_parallel": 2},
+        pytest.param({"cfg_parallel": 2}, marks=pytest.mark.nightly),
         pytest.param({"sequence_parallel": 2}, marks=pytest.mark.nightly),
         {"cfg_parallel": 2, "sequence_parallel": 2, "sequence_mode": "ring"},
         pytest.param({"tensor_parallel": 2}, marks=pytest.mark.nightly),

@@ -96,7 +96,9 @@ def shown(seed: int) -> np.ndarray:
     return np.kron(blocks, np.ones((28, 28, 1), np.uint8))
 
 
-@pytest.mark.parametrize("family", ["qwen2.5-vl", "gemma3-vision"])  # positions on three axes, and plain ones
+@pytest.mark.parametrize(  # positions on three axes, and plain ones
+    "family", ["qwen2.5-vl", pytest.param("gemma3-vision", marks=pytest.mark.nightly)]
+)
 def test_a_model_that_sees_goes_on(tmp_path: Path, family: str) -> None:
     """With a text after an image, a second image after it, and the first image after a text."""
 
@@ -174,6 +176,7 @@ def bagel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     system.close()
 
 
+@pytest.mark.nightly  # test_server_bagel goes on from a stored image
 def test_bagel_goes_on_from_the_image_that_it_drew(bagel: System) -> None:
     lake, ask, edit = "A red boat on a calm lake", "What do you see?", "Make the boat green"
     drawing = {"modalities": ["image"], "num_inference_steps": 4, "seed": 5}

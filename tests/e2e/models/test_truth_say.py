@@ -153,5 +153,6 @@ def test_a_text_that_does_not_fit(system: System) -> None:
         system.ask(prompt("Sea. " * 6000))
 
 
+@pytest.mark.nightly
 def test_it_is_the_same_without_cuts(plain_system: System, system: System) -> None:
     assert_same(*plain_system.ask(prompt()), *system.ask(prompt()))

@@ -25,6 +25,7 @@ CUDA = pytest.param(
     "cuda:0", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 )
 everywhere = pytest.mark.parametrize("device", ["cpu", CUDA])
+nightly_everywhere = pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.nightly), CUDA])
 on_gpu = pytest.mark.parametrize("device", [CUDA])
 TOKENS = 24
 PROMPTS = [[7, 30, 91, 12], list(range(20, 75)), [5] * 9 + [80, 81], list(range(100, 400, 2))]
@@ -120,7 +121,7 @@ def test_what_rounds(made: dict[str, Path], device: str, name: str) -> None:
     assert sum(mine[0] == yours[0] for mine, yours in zip(ours, theirs, strict=True)) >= len(PROMPTS) // 2
 
 
-@everywhere
+@nightly_everywhere
 def test_a_killed_worker(made: dict[str, Path], device: str) -> None:
     """The next one finds its device's memory free, and goes on."""
     directory = checkpoint(made, "llama")
@@ -144,7 +145,7 @@ def test_a_killed_worker(made: dict[str, Path], device: str) -> None:
     assert [output.token_ids["llm"] for output in outputs] == library_tokens(directory, device)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.nightly), CUDA])
+@nightly_everywhere
 def test_two_workers_of_one_device(made: dict[str, Path], device: str) -> None:
     """They share their weights, also with one that comes after the first has been killed, and captured graphs read them
     there."""
@@ -173,7 +174,7 @@ IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@everywhere
+@nightly_everywhere
 @pytest.mark.parametrize("stages", [{}, {"denoiser": {"compile": True}}], ids=["recorded", "compiled"])
 @pytest.mark.parametrize("name", IMAGES)
 def test_images(made: dict[str, Path], device: str, name: str, stages: dict[str, Any]) -> None:

@@ -195,7 +195,7 @@ def test_without_an_output_at_all(model: Path) -> None:
     ("arguments", "text"),
     [
         (["tiny", "qwen9", "x"], "no tiny preset 'qwen9'"),
-        (["tiny", "qwen2.5-omni", "x", "--size", "huge"], "no size 'huge'"),
+        pytest.param(["tiny", "qwen2.5-omni", "x", "--size", "huge"], "no size 'huge'", marks=pytest.mark.nightly),
         (["tiny", "qwen2.5-omni", __file__], "cannot be written"),
         (["graph", "/nowhere"], "no checkpoint at '/nowhere'"),
         (["serve", "x", "--media-root", "/nowhere"], "--media-root '/nowhere' is not a directory"),

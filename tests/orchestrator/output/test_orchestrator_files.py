@@ -78,7 +78,14 @@ def test_the_file_holds_the_samples(system: System) -> None:
     system.run(body)
 
 
-@pytest.mark.parametrize("killed", [["output"], ["tone"], ["output", "tone"]])
+@pytest.mark.parametrize(
+    "killed",
+    [
+        pytest.param(["output"], marks=pytest.mark.nightly),
+        ["tone"],
+        pytest.param(["output", "tone"], marks=pytest.mark.nightly),
+    ],
+)
 def test_the_bytes_are_the_same_after_a_kill(system: System, tmp_path: Path, killed: list[str]) -> None:
     """kill -9 of the output stage, of the stage before it, and of both, while files of every format are being made."""
 

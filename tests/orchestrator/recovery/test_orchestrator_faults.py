@@ -58,7 +58,7 @@ def test_a_worker_that_hangs_is_killed_and_its_request_goes_on(toy_dir: Path, tm
     run(body)
 
 
-@pytest.mark.parametrize("stage", ["forward", "tone"])
+@pytest.mark.parametrize("stage", ["forward", pytest.param("tone", marks=pytest.mark.nightly)])
 def test_a_worker_whose_device_is_lost_ends_and_its_requests_go_on(
     toy_dir: Path, tmp_path: Path, stage: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,7 +121,9 @@ def test_a_fork_server_that_cannot_come_back_fails_every_request(
     run(body)
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize(
+    "place", [pytest.param(0, marks=pytest.mark.nightly), 1, pytest.param(2, marks=pytest.mark.nightly)]
+)
 def test_who_kills_its_worker_is_lost_alone(toy_dir: Path, place: int) -> None:
     """Three requests are in the worker each time that one of them kills it; the two others are answered."""
 

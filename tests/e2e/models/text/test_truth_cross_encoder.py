@@ -55,6 +55,7 @@ def test_from_python(system: System, expected: list[float]) -> None:
         system.ask({"prompt": "a"})
 
 
+@pytest.mark.nightly  # test_truth_embedding has one
 def test_a_killed_worker_changes_nothing(system: System, expected: list[float]) -> None:
     async def body() -> list[Any]:
         worker = system.stopped("scorer")

@@ -62,7 +62,7 @@ class Library:
         assert output.usage.prompt_tokens == ids.shape[1]
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt-oss"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("gpt-oss", marks=pytest.mark.nightly)])
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     directory = tmp_path_factory.mktemp(request.param)
     tiny.make(request.param, directory)

@@ -20,6 +20,7 @@ from segue.models.speech.csm.reference import Reference, load
 ROWS = 60
 TEXT = "Hello there"
 WORDS = "Front, centre."
+pytestmark = pytest.mark.nightly  # test_server_pocket_tts and test_server_qwen3_tts run every time
 
 
 @pytest.fixture(scope="module")

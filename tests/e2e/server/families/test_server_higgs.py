@@ -11,6 +11,8 @@ import openai
 import pytest
 from server_process import Served, served, tiny
 
+pytestmark = pytest.mark.nightly  # test_server_pocket_tts and test_server_qwen3_tts run every time
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:

@@ -184,10 +184,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=[] if case in ("a missing shard", "no voices") else pytest.mark.nightly)
-        for case in BROKEN
-    ],
+    [pytest.param(case, marks=[] if case == "a missing shard" else pytest.mark.nightly) for case in BROKEN],
 )
 def test_a_broken_checkpoint_is_one_line_and_an_exit(model: Path, tmp_path: Path, case: str) -> None:
     broken, text = BROKEN[case]

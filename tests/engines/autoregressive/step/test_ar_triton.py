@@ -41,7 +41,7 @@ def serve(engine: AutoregressiveEngine) -> list[list[int]]:
 
 
 @triton
-@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("enforce_eager", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_parity(adapter: TinyAdapter, expected: list[list[int]], enforce_eager: bool) -> None:
     """Batches of three in recordings of four, chunks among them."""
     config = AutoregressiveConfig(
