@@ -1,7 +1,8 @@
 """The library's networks as the training calls them: in large batches, without a loop over pictures or recordings.
 
-Its encoders attend within each picture or recording in a loop, and its experts take turns; both start so many small
-kernels that a GPU waits. The library has a place to plug in other functions for each; those here compute the same.
+Its encoders attend within each picture or recording in a loop, and a CPU takes three times as long for the gradient of
+torch's attention as for that of its parts. The library has a place to plug in other functions for attention and for
+experts; those here compute the same.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn import functional
 from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeForConditionalGeneration  # isort: skip # its shim first
 from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 __all__ = ["Qwen3OmniMoeForConditionalGeneration", "audio_encoder", "heard", "language_model", "prepare", "seen"]
@@ -26,7 +28,7 @@ CHUNK = 100
 """Spectra that the audio encoder's convolutions take at once."""
 ROWS = 13
 """Rows that they give for them."""
-_TOGETHER, _ALL_EXPERTS = "flash_demo_model", "demo_model"
+_TOGETHER, _MASKED, _SORTED = "flash_demo_model", "masked_demo_model", "sorted_demo_model"
 """The library gives packed sequences whole to functions with "flash" in their name."""
 
 
@@ -54,21 +56,44 @@ class _Patches(torch.nn.Conv3d):
 
 
 def prepare(model: Any, device: torch.device) -> None:
-    """Move a model to the device and have it trained by the functions below; weights and results stay the same.
-
-    On a CPU, where arithmetic is dear and calls are cheap, the experts stay the library's.
-    """
+    """Move a model to the device and have it trained by the functions below; weights and results stay the same."""
     model.to(device).train()
     for encoder in (vision(model), audio_encoder(model)):
         encoder.config._attn_implementation = _TOGETHER  # the library's setter looks for a package of that name
+    for decoder in (language_model(model), model.talker.model, model.talker.code_predictor.model, model.code2wav.pre_transformer):
+        decoder.config._attn_implementation = _MASKED
     embed = vision(model).patch_embed
     whole = _Patches(embed.in_channels, embed.embed_dim, embed.proj.kernel_size, device="meta")
     whole.weight, whole.bias = embed.proj.weight, embed.proj.bias
     embed.proj = whole
-    if device.type == "cuda":
-        for module in model.modules():
-            if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):
-                module.config._experts_implementation = _ALL_EXPERTS
+    for module in model.modules():
+        if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):
+            module.config._experts_implementation = _SORTED
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """[..., heads, tokens, dim], `mask` [..., 1, tokens, tokens] → [..., heads, tokens, dim]. Written out: on a CPU the
+    gradient of torch's own takes three times as long."""
+    groups = query.shape[-3] // key.shape[-3]
+    split = query.unflatten(-3, (-1, groups))
+    scores = split @ key.unsqueeze(-3).mT * scaling
+    if mask is not None:
+        scores = scores.masked_fill(~mask.unsqueeze(-3), -torch.inf)
+    return (scores.softmax(-1) @ value.unsqueeze(-3)).flatten(-4, -3)
+
+
+def attend_masked(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """`attend` of [B, heads, tokens, dim] → [B, tokens, heads, dim]."""
+    return attend(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
 
 
 def attend_together(
@@ -94,23 +119,35 @@ def attend_together(
         packed = [rows.new_zeros(count * max_length_q, *rows.shape[1:]).index_copy(0, place, rows) for rows in packed]
         lengths = cu_seq_lens_q.diff()[:, None]
         known = (torch.arange(max_length_q, device=query.device) < lengths)[:, None, None]
-    split = (rows.unflatten(0, (count, max_length_q)).transpose(1, 2) for rows in packed)
-    mixed = functional.scaled_dot_product_attention(*split, attn_mask=known, scale=scaling)
+    split = [rows.unflatten(0, (count, max_length_q)).transpose(1, 2) for rows in packed]
+    mixed = attend(*split, known, scaling)
     rows = mixed.transpose(1, 2).reshape(count * max_length_q, heads, -1)
     return (rows if place is None else rows.index_select(0, place))[None], None
 
 
-def all_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Each expert takes each token, those not chosen with weight 0: [tokens, hidden] → [tokens, hidden]."""
-    shares = torch.zeros(len(hidden_states), self.num_experts, device=hidden_states.device, dtype=hidden_states.dtype)
-    shares = shares.scatter(1, top_k_index, top_k_weights.to(shares.dtype))
-    both = functional.linear(hidden_states, self.gate_up_proj.flatten(0, 1)).unflatten(1, (self.num_experts, 2, -1))
-    made = self.act_fn(both[:, :, 0]) * both[:, :, 1] * shares[..., None]
-    return made.flatten(1) @ self.down_proj.transpose(1, 2).flatten(0, 1)
+def whole_mask(*given: Any, **named: Any) -> Tensor | None:
+    """The library's mask for torch's attention, also where that would know it without."""
+    return sdpa_mask(*given, **{**named, "allow_is_causal_skip": False})
+
+
+def sorted_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Each expert takes its tokens side by side: [tokens, hidden] → [tokens, hidden]."""
+    order = top_k_index.flatten().argsort(stable=True)
+    owner = order // top_k_index.shape[1]
+    counts = top_k_index.flatten().bincount(minlength=self.num_experts).tolist()
+    parts = hidden_states.index_select(0, owner).split(counts)
+    both = torch.cat([functional.linear(*one) for one in zip(parts, self.gate_up_proj, strict=True)])
+    gate, up = both.chunk(2, -1)
+    parts = (self.act_fn(gate) * up).split(counts)
+    made = torch.cat([functional.linear(*one) for one in zip(parts, self.down_proj, strict=True)])
+    made = (made * top_k_weights.flatten()[order, None]).to(hidden_states.dtype)
+    return torch.zeros_like(hidden_states).index_add(0, owner, made)
 
 
 AttentionInterface.register(_TOGETHER, attend_together)
-ALL_EXPERTS_FUNCTIONS[_ALL_EXPERTS] = all_experts
+AttentionInterface.register(_MASKED, attend_masked)
+AttentionMaskInterface.register(_MASKED, whole_mask)
+ALL_EXPERTS_FUNCTIONS[_SORTED] = sorted_experts
 
 
 def seen(model: Any, frames: Tensor) -> Any:

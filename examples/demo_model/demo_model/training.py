@@ -81,9 +81,16 @@ class _Steps(Dataset[Any]):
 
 
 def train(
-    part: Part, limits: Limits, directory: Path, *, device: torch.device, workers: int = 1, saved_every: float = 60.0
+    part: Part,
+    limits: Limits,
+    directory: Path,
+    *,
+    device: torch.device,
+    workers: int = 1,
+    saved_every: float = 60.0,
+    half: bool = False,
 ) -> None:
-    """Train to the limits; go on from what an earlier call, complete or killed, left.
+    """Train to the limits; go on from what an earlier call, complete or killed, left. `half`: products in bfloat16.
 
     Writes `<name>.pt`, what is needed to go on, every `saved_every` seconds and at the end, and appends to the log.
     """
@@ -106,7 +113,8 @@ def train(
         torch.manual_seed(step)
         for group in optimizer.param_groups:
             group["lr"] = part.rate * group["share"] * _rate(step, share)
-        loss, values = part.loss(moved(batch, device), step)
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            loss, values = part.loss(moved(batch, device), step)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
