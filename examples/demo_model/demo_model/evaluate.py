@@ -53,7 +53,9 @@ def held_out(count: int, *, grammar: bool = False, seed: int = 0) -> Iterator[As
                 messages.insert(0, {"role": "system", "content": STYLES[style]})
             form = {"structured_outputs": {"json_object": True}} if grammar and style == JSON else {}
             sampling = {"thinker": SamplingParams(**GREEDY, **form)}
-            yield Asked(f"{'spoken ' * (number % 2)}{kind}", style, question, {"messages": messages, "sampling": sampling})
+            yield Asked(
+                f"{'spoken ' * (number % 2)}{kind}", style, question, {"messages": messages, "sampling": sampling}
+            )
 
 
 def answers(omni: Omni, count: int, grammar: bool) -> Iterator[dict[str, Any]]:

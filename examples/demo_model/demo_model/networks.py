@@ -1,8 +1,7 @@
 """The library's networks as the training calls them: in large batches, without a loop over pictures or recordings.
 
-Its encoders attend within each picture or recording in a loop, and a CPU takes three times as long for the gradient of
-torch's attention as for that of its parts. The library has a place to plug in other functions for attention and for
-experts; those here compute the same.
+Its encoders attend within each picture or recording in a loop. The library has a place to plug in other functions for
+attention and for experts; those here compute the same.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from torch.nn import functional
 from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeForConditionalGeneration  # isort: skip # its shim first
 from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 __all__ = ["Qwen3OmniMoeForConditionalGeneration", "audio_encoder", "heard", "language_model", "prepare", "seen"]
@@ -28,7 +26,7 @@ CHUNK = 100
 """Spectra that the audio encoder's convolutions take at once."""
 ROWS = 13
 """Rows that they give for them."""
-_TOGETHER, _MASKED, _SORTED = "flash_demo_model", "masked_demo_model", "sorted_demo_model"
+_TOGETHER, _SORTED = "flash_demo_model", "sorted_demo_model"
 """The library gives packed sequences whole to functions with "flash" in their name."""
 
 
@@ -60,8 +58,6 @@ def prepare(model: Any, device: torch.device) -> None:
     model.to(device).train()
     for encoder in (vision(model), audio_encoder(model)):
         encoder.config._attn_implementation = _TOGETHER  # the library's setter looks for a package of that name
-    for decoder in (language_model(model), model.talker.model, model.talker.code_predictor.model, model.code2wav.pre_transformer):
-        decoder.config._attn_implementation = _MASKED
     embed = vision(model).patch_embed
     whole = _Patches(embed.in_channels, embed.embed_dim, embed.proj.kernel_size, device="meta")
     whole.weight, whole.bias = embed.proj.weight, embed.proj.bias
@@ -69,31 +65,6 @@ def prepare(model: Any, device: torch.device) -> None:
     for module in model.modules():
         if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):
             module.config._experts_implementation = _SORTED
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """[..., heads, tokens, dim], `mask` [..., 1, tokens, tokens] → [..., heads, tokens, dim]. Written out: on a CPU the
-    gradient of torch's own takes three times as long."""
-    groups = query.shape[-3] // key.shape[-3]
-    split = query.unflatten(-3, (-1, groups))
-    scores = split @ key.unsqueeze(-3).mT * scaling
-    if mask is not None:
-        scores = scores.masked_fill(~mask.unsqueeze(-3), -torch.inf)
-    return (scores.softmax(-1) @ value.unsqueeze(-3)).flatten(-4, -3)
-
-
-def attend_masked(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """`attend` of [B, heads, tokens, dim] → [B, tokens, heads, dim]."""
-    return attend(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
 
 
 def attend_together(
@@ -119,15 +90,10 @@ def attend_together(
         packed = [rows.new_zeros(count * max_length_q, *rows.shape[1:]).index_copy(0, place, rows) for rows in packed]
         lengths = cu_seq_lens_q.diff()[:, None]
         known = (torch.arange(max_length_q, device=query.device) < lengths)[:, None, None]
-    split = [rows.unflatten(0, (count, max_length_q)).transpose(1, 2) for rows in packed]
-    mixed = attend(*split, known, scaling)
+    split = (rows.unflatten(0, (count, max_length_q)).transpose(1, 2) for rows in packed)
+    mixed = functional.scaled_dot_product_attention(*split, attn_mask=known, scale=scaling)
     rows = mixed.transpose(1, 2).reshape(count * max_length_q, heads, -1)
     return (rows if place is None else rows.index_select(0, place))[None], None
-
-
-def whole_mask(*given: Any, **named: Any) -> Tensor | None:
-    """The library's mask for torch's attention, also where that would know it without."""
-    return sdpa_mask(*given, **{**named, "allow_is_causal_skip": False})
 
 
 def sorted_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -145,8 +111,6 @@ def sorted_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_
 
 
 AttentionInterface.register(_TOGETHER, attend_together)
-AttentionInterface.register(_MASKED, attend_masked)
-AttentionMaskInterface.register(_MASKED, whole_mask)
 ALL_EXPERTS_FUNCTIONS[_SORTED] = sorted_experts
 
 
