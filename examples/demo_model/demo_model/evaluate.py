@@ -1,4 +1,4 @@
-"""Ask what no training has seen, and count right answers and understood words: `python -m demo_model.evaluate DIRECTORY`."""
+"""Ask what no training has seen; count right answers and understood words: `python -m demo_model.evaluate DIR`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ JSON = list(STYLES)[-1]
 
 @dataclass(frozen=True)
 class Asked:
-    """A question as a prompt. `sort`: what counts together, such as "picture" or "spoken clip"; `style`: of the answer."""
+    """A question as a prompt. `sort`: what counts together, as "picture" or "spoken clip"; `style`: of the answer."""
 
     sort: str
     style: str
@@ -74,7 +74,7 @@ def answers(omni: Omni, count: int, grammar: bool) -> Iterator[dict[str, Any]]:
 
 
 def speech(omni: Omni, count: int) -> dict[str, Any]:
-    """The share of words that an independent recogniser mistakes in spoken answers, and in espeak-ng's own sound of them."""
+    """The share of words that a recogniser mistakes in spoken answers, and in espeak-ng's own sound of them."""
     asked = [one for one in held_out(count) if one.style != JSON][:count]
     outs = omni.generate([one.prompt for one in asked], modalities=["text", "audio"], voice="Chelsie")
     heard, own, words = 0, 0, 0

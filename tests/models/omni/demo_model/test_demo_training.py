@@ -121,7 +121,7 @@ def test_pixels_and_positions_are_those_of_the_library(untrained: Path, model: A
 
 
 def test_spectra_rows_and_experts_are_those_of_the_library(untrained: Path, model: Any) -> None:
-    """Recordings at once give what the library gives each, and experts with their tokens side by side what they give."""
+    """Recordings at once give what the library gives each, and experts do with their tokens side by side."""
     pytest.importorskip("espeakng_loader")
     from demo_model import hear, networks
     from transformers import WhisperFeatureExtractor
