@@ -19,16 +19,16 @@ from segue.models.shared.tiny.qwen import write_qwen_tokenizer
 PIXELS = 128 * 128
 """Every picture is scaled to about so many pixels: 16 tokens."""
 SHAPE = Shape(
-    thinker_hidden=192,
-    thinker_layers=6,
-    thinker_heads=(6, 2),
-    thinker_experts=(8, 2, 160),
+    thinker_hidden=256,
+    thinker_layers=4,
+    thinker_heads=(8, 2),
+    thinker_experts=(8, 2, 192),
     talker_hidden=192,
     talker_layers=4,
     talker_heads=(6, 2),
     talker_experts=(4, 2, 160),
     head_dim=32,
-    accepted_layer=3,
+    accepted_layer=2,
     audio=Encoder(4, 192, 6, 576),
     downsample=64,
     vision=Encoder(4, 192, 6, 576),

@@ -124,7 +124,8 @@ class Encoder(nn.Module):
     def spectrum(self, samples: Tensor) -> Tensor:
         """[B, n] → log mel spectrum [B, bins, n // hop], about -1.4 where nothing is heard, to 2."""
         made = torch.stft(samples, 1024, _HOP, window=self.window, return_complex=True).abs()[..., :-1]
-        return ((self.mel @ made + 1e-4).log() + 5.0) / 3.0
+        with torch.autocast(samples.device.type, enabled=False):
+            return ((self.mel @ made + 1e-4).log() + 5.0) / 3.0
 
 
 def nearest(rows: Tensor, book: Tensor) -> Tensor:
@@ -147,7 +148,7 @@ class Codec(nn.Module):
     @torch.no_grad()
     def encode(self, samples: Tensor) -> Tensor:
         """[B, frames · FRAME] → codes [B, frames, groups]."""
-        rows = self.encoder(samples)
+        rows = self.encoder(samples).float()
         left, codes = rows.flatten(0, 1), []
         for book in self.codebooks():
             codes.append(nearest(left, book))
@@ -165,15 +166,17 @@ class Codec(nn.Module):
     def loss(self, batch: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Of int16 [B, samples]: how far the vocoder's sound is from them, and codes from what the encoder gives."""
         samples = loudness(batch)
-        rows = self.encoder(samples)
+        rows = self.encoder(samples).float()
         told, commitment, values = rows, rows.new_zeros(()), {}
         if step >= _ALONE:
-            known, values = self.learn(rows.detach().flatten(0, 1), step - _ALONE)
+            with torch.autocast(rows.device.type, enabled=False):
+                known, values = self.learn(rows.detach().flatten(0, 1), step - _ALONE)
             known = known.view_as(rows)
             commitment = functional.mse_loss(rows, known)
             told = rows + (known - rows).detach()
-        made = self.decode(told)
-        spectra = spectral_distance(made, samples[:, : made.shape[1]])
+        made = self.decode(told).float()
+        with torch.autocast(rows.device.type, enabled=False):
+            spectra = spectral_distance(made, samples[:, : made.shape[1]])
         return spectra + _COMMITMENT * commitment, {"spectra": spectra, **values}
 
     @torch.no_grad()

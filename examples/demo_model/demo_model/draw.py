@@ -246,12 +246,13 @@ def flow_part(made: nn.ModuleDict, directory: Path, *, size: int = 64) -> Part:
 
 
 def _scaled(pictures: Tensor) -> Tensor:
-    return pictures / 127.5 - 1
+    """[B, SIDE, SIDE, 3], 0 to 255 → [B, 3, SIDE, SIDE], -1 to 1."""
+    return pictures.permute(0, 3, 1, 2) / 127.5 - 1
 
 
 def _seen(drawn: Canvas) -> Tensor:
     """[B, 3, SIDE, SIDE]: pictures with their noise, as a pipeline takes them."""
-    return _scaled(painted(drawn).permute(0, 3, 1, 2).float())
+    return _scaled(painted(drawn).float())
 
 
 def _read(text: Any, ids: Tensor, mask: Tensor) -> Tensor:

@@ -1,35 +1,41 @@
-"""Ask questions that no training has seen, and count right answers: `python -m demo_model.evaluate DIRECTORY`."""
+"""Ask what no training has seen; count right answers and understood words: `python -m demo_model.evaluate DIR`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import random
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
-from demo_model import hear, see
+from demo_model import codec, hear, see
 from demo_model.questions import STYLES, Question, is_right
 from demo_model.scenes import clip, picture
 from segue import Omni, SamplingParams
 
+GREEDY = {"temperature": 0.0, "max_tokens": 160}
+JSON = list(STYLES)[-1]
+
 
 @dataclass(frozen=True)
 class Asked:
-    """A question as a prompt. `sort`: what counts together, such as "picture" or "spoken clip, json"."""
+    """A question as a prompt. `sort`: what counts together, as "picture" or "spoken clip"; `style`: of the answer."""
 
     sort: str
+    style: str
     question: Question
     prompt: dict[str, Any]
 
 
-def held_out(count: int, *, seed: int = 0) -> Iterator[Asked]:
-    """`count` questions of each kind, in writing and spoken."""
+def held_out(count: int, *, grammar: bool = False, seed: int = 0) -> Iterator[Asked]:
+    """`count` questions of each kind in writing, and as many spoken. `grammar`: answers in JSON are kept to it."""
     rng = random.Random(f"held out/{seed}")
     for kind in ("picture", "clip", "nothing"):
         for number in range(2 * count):
@@ -45,25 +51,88 @@ def held_out(count: int, *, seed: int = 0) -> Iterator[Asked]:
             messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
             if style:
                 messages.insert(0, {"role": "system", "content": STYLES[style]})
-            sort = f"{'spoken ' * (number % 2)}{kind}{', json' * (style == 'json')}"
-            yield Asked(sort, question, {"messages": messages})
+            form = {"structured_outputs": {"json_object": True}} if grammar and style == JSON else {}
+            sampling = {"thinker": SamplingParams(**GREEDY, **form)}
+            yield Asked(
+                f"{'spoken ' * (number % 2)}{kind}", style, question, {"messages": messages, "sampling": sampling}
+            )
+
+
+def answers(omni: Omni, count: int, grammar: bool) -> Iterator[dict[str, Any]]:
+    """One row per sort of question with the share of right answers, and one with that of valid JSON."""
+    asked = list(held_out(count, grammar=grammar))
+    outs = omni.generate([one.prompt for one in asked], modalities=["text"])
+    right, all_of = Counter[str](), Counter[str]()
+    for one, out in zip(asked, outs, strict=True):
+        found = {one.sort: is_right(one.question, out.text)}
+        if one.style == JSON:
+            found["valid JSON"] = _is_json(out.text)
+        right.update(found)
+        all_of.update(found.keys())
+    for sort, number in all_of.items():
+        yield {"questions": sort, "asked": number, "right": round(right[sort] / number, 4)}
+
+
+def speech(omni: Omni, count: int) -> dict[str, Any]:
+    """The share of words that a recogniser mistakes in spoken answers, and in espeak-ng's own sound of them."""
+    asked = [one for one in held_out(count) if one.style != JSON][:count]
+    outs = omni.generate([one.prompt for one in asked], modalities=["text", "audio"], voice="Chelsie")
+    heard, own, words = 0, 0, 0
+    for out in outs:
+        said = _words(out.text)
+        words += len(said)
+        heard += mistakes(said, recognised(out.audio.samples, codec.SPOKEN_RATE))
+        own += mistakes(said, recognised(codec.spoken(out.text, "chelsie") / 32768, codec.SPOKEN_RATE))
+    return {"spoken": len(outs), "words": words, "error": round(heard / words, 4), "espeak": round(own / words, 4)}
+
+
+def recognised(samples: np.ndarray, rate: int) -> list[str]:
+    """The words that PocketSphinx hears in float [samples]."""
+    import pocketsphinx
+
+    pieces = np.interp(np.arange(0, len(samples), rate / hear.HEARD_RATE), np.arange(len(samples)), samples)
+    decoder = pocketsphinx.Decoder(samprate=hear.HEARD_RATE, loglevel="FATAL")
+    decoder.start_utt()
+    decoder.process_raw((pieces * 32767).astype("<i2").tobytes(), full_utt=True)
+    decoder.end_utt()
+    return _words(decoder.hyp().hypstr) if decoder.hyp() else []
+
+
+def mistakes(said: Sequence[str], heard: Sequence[str]) -> int:
+    """The fewest words to change, add or leave out."""
+    row = list(range(len(heard) + 1))
+    for number, word in enumerate(said, 1):
+        before, row = row, [number]
+        for index, other in enumerate(heard, 1):
+            row.append(min(before[index] + 1, row[-1] + 1, before[index - 1] + (word != other)))
+    return row[-1]
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z']+", text.lower())
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--count", type=int, default=200, help="questions of each kind, and as many spoken ones")
+    parser.add_argument("--speech", type=int, default=40, help="spoken answers; 0: none")
+    parser.add_argument("--grammar", action="store_true", help="keep answers in JSON to its grammar")
+    parser.add_argument("--config", type=Path, help="deployment file of Segue")
     options = parser.parse_args()
-    asked = list(held_out(options.count))
-    greedy = SamplingParams(temperature=0, max_tokens=128)
-    with Omni(options.directory) as omni:
-        outs = omni.generate([one.prompt for one in asked], modalities=["text"], sampling=greedy)
-    right, all_of = Counter[str](), Counter[str]()
-    for one, out in zip(asked, outs, strict=True):
-        all_of[one.sort] += 1
-        right[one.sort] += is_right(one.question, out.text)
-    for sort, number in all_of.items():
-        print(json.dumps({"questions": sort, "asked": number, "right": round(right[sort] / number, 4)}))
+    with Omni(options.directory, config=options.config) as omni:
+        for row in answers(omni, options.count, options.grammar):
+            print(json.dumps(row), flush=True)
+        if options.speech:
+            print(json.dumps(speech(omni, options.speech)))
 
 
 if __name__ == "__main__":

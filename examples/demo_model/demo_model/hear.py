@@ -131,7 +131,7 @@ def dictation_part(model: Any, model_dir: Path, *, size: int = 32) -> Part:
     def loss(batch: Dictation, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         lengths = [rows_of(length) for length in batch.said.lengths]
         rows = heard(model, spectra(batch.said), batch.said.lengths)
-        logits = nn.utils.rnn.pad_sequence(list(head(rows).log_softmax(-1).split(lengths)))
+        logits = nn.utils.rnn.pad_sequence(list(head(rows).float().log_softmax(-1).split(lengths)))
         found = functional.ctc_loss(
             logits, batch.words, torch.tensor(lengths), torch.tensor(batch.counts), blank=vocabulary, zero_infinity=True
         )

@@ -1,7 +1,7 @@
 """The library's networks as the training calls them: in large batches, without a loop over pictures or recordings.
 
-Its encoders attend within each picture or recording in a loop, and its experts take turns; both start so many small
-kernels that a GPU waits. The library has a place to plug in other functions for each; those here compute the same.
+Its encoders attend within each picture or recording in a loop. The library has a place to plug in other functions for
+attention and for experts; those here compute the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHUNK = 100
 """Spectra that the audio encoder's convolutions take at once."""
 ROWS = 13
 """Rows that they give for them."""
-_TOGETHER, _ALL_EXPERTS = "flash_demo_model", "demo_model"
+_TOGETHER, _SORTED = "flash_demo_model", "sorted_demo_model"
 """The library gives packed sequences whole to functions with "flash" in their name."""
 
 
@@ -54,10 +54,7 @@ class _Patches(torch.nn.Conv3d):
 
 
 def prepare(model: Any, device: torch.device) -> None:
-    """Move a model to the device and have it trained by the functions below; weights and results stay the same.
-
-    On a CPU, where arithmetic is dear and calls are cheap, the experts stay the library's.
-    """
+    """Move a model to the device and have it trained by the functions below; weights and results stay the same."""
     model.to(device).train()
     for encoder in (vision(model), audio_encoder(model)):
         encoder.config._attn_implementation = _TOGETHER  # the library's setter looks for a package of that name
@@ -65,10 +62,9 @@ def prepare(model: Any, device: torch.device) -> None:
     whole = _Patches(embed.in_channels, embed.embed_dim, embed.proj.kernel_size, device="meta")
     whole.weight, whole.bias = embed.proj.weight, embed.proj.bias
     embed.proj = whole
-    if device.type == "cuda":
-        for module in model.modules():
-            if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):
-                module.config._experts_implementation = _ALL_EXPERTS
+    for module in model.modules():
+        if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):
+            module.config._experts_implementation = _SORTED
 
 
 def attend_together(
@@ -100,17 +96,22 @@ def attend_together(
     return (rows if place is None else rows.index_select(0, place))[None], None
 
 
-def all_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Each expert takes each token, those not chosen with weight 0: [tokens, hidden] → [tokens, hidden]."""
-    shares = torch.zeros(len(hidden_states), self.num_experts, device=hidden_states.device, dtype=hidden_states.dtype)
-    shares = shares.scatter(1, top_k_index, top_k_weights.to(shares.dtype))
-    both = functional.linear(hidden_states, self.gate_up_proj.flatten(0, 1)).unflatten(1, (self.num_experts, 2, -1))
-    made = self.act_fn(both[:, :, 0]) * both[:, :, 1] * shares[..., None]
-    return made.flatten(1) @ self.down_proj.transpose(1, 2).flatten(0, 1)
+def sorted_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Each expert takes its tokens side by side: [tokens, hidden] → [tokens, hidden]."""
+    order = top_k_index.flatten().argsort(stable=True)
+    owner = order // top_k_index.shape[1]
+    counts = top_k_index.flatten().bincount(minlength=self.num_experts).tolist()
+    parts = hidden_states.index_select(0, owner).split(counts)
+    both = torch.cat([functional.linear(*one) for one in zip(parts, self.gate_up_proj, strict=True)])
+    gate, up = both.chunk(2, -1)
+    parts = (self.act_fn(gate) * up).split(counts)
+    made = torch.cat([functional.linear(*one) for one in zip(parts, self.down_proj, strict=True)])
+    made = (made * top_k_weights.flatten()[order, None]).to(hidden_states.dtype)
+    return torch.zeros_like(hidden_states).index_add(0, owner, made)
 
 
 AttentionInterface.register(_TOGETHER, attend_together)
-ALL_EXPERTS_FUNCTIONS[_ALL_EXPERTS] = all_experts
+ALL_EXPERTS_FUNCTIONS[_SORTED] = sorted_experts
 
 
 def seen(model: Any, frames: Tensor) -> Any:

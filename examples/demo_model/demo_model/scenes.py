@@ -30,6 +30,8 @@ DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 FRAMES = 8
 """Frames of a clip, two a second."""
 _CELL = SIDE / 3
+_BOX = 36
+"""Pixels of a square's side in which the largest shape lies."""
 _OUTLINES = {"circle": (32, 1.0), "square": (4, 1.0), "triangle": (3, 1.0), "star": (10, 0.45)}
 """Of each shape: how many corners, and how far from the centre every second one is, as a share of the radius."""
 _BACKGROUNDS = ("plain", "gradient", "stripes", "clouds")
@@ -216,12 +218,11 @@ def painted(drawn: Canvas, generator: torch.Generator | None = None) -> Tensor:
     """uint8 [pictures, SIDE, SIDE, 3], on the canvas's device; the noise is the generator's."""
     image = clean(drawn)
     noise = torch.randn(image.shape, generator=generator, device=image.device)
-    image = image + noise * drawn.noise[:, None, None, None]
-    return image.clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+    return (image + noise * drawn.noise[:, None, None, None]).clamp(0, 255).to(torch.uint8)
 
 
 def clean(drawn: Canvas) -> Tensor:
-    """float32 [pictures, 3, SIDE, SIDE], 0 to 255: without noise."""
+    """float32 [pictures, SIDE, SIDE, 3], 0 to 255: without noise. Each thing is painted in a box around it."""
     device = drawn.things.device
     line = torch.arange(SIDE, device=device, dtype=torch.float32)
     y, x = line[:, None], line[None]
@@ -229,16 +230,20 @@ def clean(drawn: Canvas) -> Tensor:
     slope = (x * by_x + y * by_y) / SIDE
     coarse = functional.interpolate(drawn.clouds, size=(SIDE, SIDE), mode="bicubic", align_corners=False)[:, 0]
     mix = gradient * slope + stripes * (torch.sin(slope * frequency) + 1) / 4 + clouds * coarse / 2
-    image = torch.lerp(drawn.colours[:, 0], drawn.colours[:, 1], mix.clamp(0, 1)[:, None])
-    shares = covered(drawn.things[..., :6], x + 0.5, y + 0.5)
-    for number in range(drawn.things.shape[1]):
-        image = torch.lerp(image, drawn.things[:, number, 6:, None, None], shares[:, number, None])
+    below, above = drawn.colours.flatten(2)[:, :, None, None].unbind(1)  # [pictures, 1, 1, 3]
+    image = torch.lerp(below, above, mix.clamp(0, 1)[..., None])
+    pictures, box = torch.arange(len(image), device=device)[:, None, None], torch.arange(_BOX, device=device)
+    for thing in drawn.things.unbind(1):
+        left, top = ((thing[:, axis].long() - _BOX // 2).clamp(0, SIDE - _BOX)[:, None] + box for axis in (0, 1))
+        where = (pictures, top[:, :, None], left[:, None])
+        share = covered(thing[:, None, :6], left[:, None, None] + 0.5, top[:, None, :, None] + 0.5)[:, 0, ..., None]
+        image[where] = torch.lerp(image[where], thing[:, None, None, 6:], share)
     return image
 
 
 def covered(shapes: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """[pictures, things, 6], the first six numbers of a `Canvas`'s things, and the pixels' middles, [1, columns] and
-    [rows, 1] → share of each pixel that a thing covers, [pictures, things, rows, columns].
+    [rows, 1], of each thing or of all → share of each pixel that a thing covers, [pictures, things, rows, columns].
 
     A pixel's angle is folded into the sector between a corner and the next; its depth is how far it is inside of the
     edge that joins them.

@@ -23,6 +23,7 @@ from demo_model.scenes import (
     COLOURS,
     DIRECTIONS,
     FRAMES,
+    PLACES,
     SHAPES,
     SIDE,
     Canvas,
@@ -192,10 +193,10 @@ def answer_loss(model: Any, batch: Answers, step: int, heard: Tensor | None = No
         frames = painted(batch.drawn)
         found = seen(model, frames.unflatten(0, (len(batch.ids), -1)))
         pads = (batch.ids == config.image_token_id) | (batch.ids == config.video_token_id)
-        rows = rows.masked_scatter(pads[..., None], found.pooler_output)
+        rows = rows.masked_scatter(pads[..., None], found.pooler_output.to(rows.dtype))
         deep = found.deepstack_features
     if heard is not None:
-        rows = rows.masked_scatter((batch.ids == config.audio_token_id)[..., None], heard)
+        rows = rows.masked_scatter((batch.ids == config.audio_token_id)[..., None], heard.to(rows.dtype))
     made = text(
         inputs_embeds=rows,
         position_ids=batch.positions,
@@ -205,7 +206,7 @@ def answer_loss(model: Any, batch: Answers, step: int, heard: Tensor | None = No
         use_cache=False,
         output_router_logits=True,
     )
-    logits = model.thinker.lm_head(made.last_hidden_state.flatten(0, 1).index_select(0, batch.asked))
+    logits = model.thinker.lm_head(made.last_hidden_state.flatten(0, 1).index_select(0, batch.asked)).float()
     loss = functional.cross_entropy(logits, batch.targets)
     right = (logits.argmax(-1) == batch.targets).float().mean()
     name = f"spoken {batch.kind}" if heard is not None else batch.kind
@@ -227,8 +228,8 @@ def _unevenness(router_logits: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Cells:
-    """Pictures, or pairs of a clip's frames, and what lies under each of their tokens. `things`: int64 [tokens, 4]:
-    colour, shape, size and movement of the thing whose centre is there, or -100."""
+    """Pictures, or pairs of a clip's frames, and what lies under each of their tokens. `things`: int64 [tokens, 5]:
+    colour, shape, size, movement and place of the thing whose centre is there, or -100."""
 
     drawn: Canvas
     things: Tensor
@@ -240,11 +241,12 @@ class Labels(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.sorts = {"colour": 1 + len(COLOURS), "shape": len(SHAPES), "size": 2, "movement": 1 + len(DIRECTIONS)}
+        self.sorts["place"] = len(PLACES)
         self.head = nn.Linear(width, sum(self.sorts.values()))
 
     def loss(self, features: Tensor, things: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         losses, values = [], {}
-        each = self.head(features).split(list(self.sorts.values()), -1)
+        each = self.head(features).float().split(list(self.sorts.values()), -1)
         for name, logits, wanted in zip(self.sorts, each, things.unbind(-1), strict=True):
             losses.append(functional.cross_entropy(logits, wanted))
             known = (wanted > 0) if name == "colour" else wanted >= 0
@@ -264,10 +266,10 @@ def cells(step: int, size: int = 96, seed: int = 0) -> Cells:
 
 
 def _things(scene: Scene) -> Tensor:
-    """int64 [pairs of frames · GRID², 4], of the tokens row by row."""
+    """int64 [pairs of frames · GRID², 5], of the tokens row by row."""
     frames = moments(scene)
     pairs = [(frames[first], frames[min(first + 1, len(frames) - 1)]) for first in range(0, len(frames), 2)]
-    found = torch.full((len(pairs), GRID, GRID, 4), _IGNORED)
+    found = torch.full((len(pairs), GRID, GRID, 5), _IGNORED)
     found[..., 0] = 0
     for number, pair in enumerate(pairs):
         for thing, later in zip(*pair, strict=True):
@@ -276,8 +278,9 @@ def _things(scene: Scene) -> Tensor:
             move = (_sign(later.x - thing.x), _sign(later.y - thing.y))
             moved = 1 + list(DIRECTIONS.values()).index(move) if move != (0, 0) else 0
             colour, shape = list(COLOURS).index(thing.colour), SHAPES.index(thing.shape)
-            found[number, row, column] = torch.tensor([1 + colour, shape, int(thing.size == "big"), moved])
-    return found.reshape(-1, 4)
+            place = min(int(3 * y / SIDE), 2) * 3 + min(int(3 * x / SIDE), 2)
+            found[number, row, column] = torch.tensor([1 + colour, shape, int(thing.size == "big"), moved, place])
+    return found.flatten(0, 2)
 
 
 def _sign(value: float) -> int:

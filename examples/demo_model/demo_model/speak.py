@@ -138,13 +138,13 @@ def talker_loss(model: Any, codec: Codec, batch: Spoken, step: int) -> tuple[Ten
     made = talker.model(inputs_embeds=rows, position_ids=batch.positions, use_cache=False).last_hidden_state
     hidden = made.flatten(0, 1).index_select(0, batch.before)
     wanted = torch.full_like(batch.before, config.codec_eos_token_id).index_copy(0, batch.followed, codes[:, 0])
-    first = functional.cross_entropy(talker.codec_head(hidden), wanted)
+    first = functional.cross_entropy(talker.codec_head(hidden).float(), wanted)
     # each other group from the talker's hidden state and the groups before it
     predictor = talker.code_predictor
     begun = torch.cat([hidden.index_select(0, batch.followed)[:, None], of_frames[:, :-1]], 1)
     told = predictor.model(inputs_embeds=begun, use_cache=False).last_hidden_state[:, 1:]
     logits = torch.stack([head(told[:, index]) for index, head in enumerate(predictor.lm_head)], 1)
-    others = functional.cross_entropy(logits.flatten(0, 1), codes[:, 1:].flatten())
+    others = functional.cross_entropy(logits.flatten(0, 1).float(), codes[:, 1:].flatten())
     return first + others, {"first": first, "others": others}
 
 

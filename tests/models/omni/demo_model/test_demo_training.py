@@ -121,7 +121,7 @@ def test_pixels_and_positions_are_those_of_the_library(untrained: Path, model: A
 
 
 def test_spectra_rows_and_experts_are_those_of_the_library(untrained: Path, model: Any) -> None:
-    """Recordings at once give what the library gives each, and all experts what those chosen give."""
+    """Recordings at once give what the library gives each, and experts do with their tokens side by side."""
     pytest.importorskip("espeakng_loader")
     from demo_model import hear, networks
     from transformers import WhisperFeatureExtractor
@@ -149,7 +149,7 @@ def test_spectra_rows_and_experts_are_those_of_the_library(untrained: Path, mode
     chosen = torch.stack([torch.randperm(experts.num_experts)[:2] for _ in range(7)])
     weights = torch.rand(7, 2)
     assert torch.allclose(
-        networks.all_experts(experts, states, chosen, weights), experts(states, chosen, weights), atol=1e-5
+        networks.sorted_experts(experts, states, chosen, weights), experts(states, chosen, weights), atol=1e-5
     )
 
 
