@@ -45,7 +45,7 @@ SHAPE = Shape(
     vocoder_intermediate=384,
     vocoder_channels=128,
 )
-"""About 18 million parameters."""
+"""About 19 million parameters."""
 
 
 def create(directory: Path, seed: int = 0) -> None:

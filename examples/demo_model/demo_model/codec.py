@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from demo_model.questions import STYLES
+from demo_model.questions import JSON
 from demo_model.see import KINDS, asked
 from demo_model.speech import Manner, resampled, say
 from demo_model.training import Part
@@ -65,7 +65,7 @@ def answer(rng: random.Random) -> str:
     """A random sentence that the model may have to say."""
     while True:
         _, style, [question] = asked(rng.choice(KINDS), rng, 1)
-        if style != list(STYLES)[-1]:
+        if style != JSON:
             return question.answer
 
 
@@ -119,7 +119,7 @@ class Encoder(nn.Module):
             rows = rows + block(rows)
             if index % 2:
                 rows = self.halve[index // 2](rows)
-        return self.leave(rows).transpose(1, 2)
+        return self.leave(rows).transpose(1, 2).float()
 
     def spectrum(self, samples: Tensor) -> Tensor:
         """[B, n] → log mel spectrum [B, bins, n // hop], about -1.4 where nothing is heard, to 2."""
@@ -148,7 +148,7 @@ class Codec(nn.Module):
     @torch.no_grad()
     def encode(self, samples: Tensor) -> Tensor:
         """[B, frames · FRAME] → codes [B, frames, groups]."""
-        rows = self.encoder(samples).float()
+        rows = self.encoder(samples)
         left, codes = rows.flatten(0, 1), []
         for book in self.codebooks():
             codes.append(nearest(left, book))
@@ -166,7 +166,7 @@ class Codec(nn.Module):
     def loss(self, batch: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Of int16 [B, samples]: how far the vocoder's sound is from them, and codes from what the encoder gives."""
         samples = loudness(batch)
-        rows = self.encoder(samples).float()
+        rows = self.encoder(samples)
         told, commitment, values = rows, rows.new_zeros(()), {}
         if step >= _ALONE:
             with torch.autocast(rows.device.type, enabled=False):

@@ -16,12 +16,12 @@ import numpy as np
 from PIL import Image
 
 from demo_model import codec, hear, see
-from demo_model.questions import STYLES, Question, is_right
+from demo_model.questions import JSON, STYLES, Question, is_right
 from demo_model.scenes import clip, picture
-from segue import Omni, SamplingParams
+from segue import Omni
+from segue.media.audio import resample
 
 GREEDY = {"temperature": 0.0, "max_tokens": 160}
-JSON = list(STYLES)[-1]
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,8 @@ def held_out(count: int, *, grammar: bool = False, seed: int = 0) -> Iterator[As
             if style:
                 messages.insert(0, {"role": "system", "content": STYLES[style]})
             form = {"structured_outputs": {"json_object": True}} if grammar and style == JSON else {}
-            sampling = {"thinker": SamplingParams(**GREEDY, **form)}
-            yield Asked(
-                f"{'spoken ' * (number % 2)}{kind}", style, question, {"messages": messages, "sampling": sampling}
-            )
+            prompt = {"messages": messages, "sampling": {"thinker": {**GREEDY, **form}}}
+            yield Asked(f"{'spoken ' * (number % 2)}{kind}", style, question, prompt)
 
 
 def answers(omni: Omni, count: int, grammar: bool) -> Iterator[dict[str, Any]]:
@@ -83,17 +81,20 @@ def speech(omni: Omni, count: int) -> dict[str, Any]:
         words += len(said)
         heard += mistakes(said, recognised(out.audio.samples, codec.SPOKEN_RATE))
         own += mistakes(said, recognised(codec.spoken(out.text, "chelsie") / 32768, codec.SPOKEN_RATE))
-    return {"spoken": len(outs), "words": words, "error": round(heard / words, 4), "espeak": round(own / words, 4)}
+    shares = {"error": heard, "espeak": own} if words else {}
+    return {"spoken": len(outs), "words": words, **{name: round(count / words, 4) for name, count in shares.items()}}
 
 
 def recognised(samples: np.ndarray, rate: int) -> list[str]:
     """The words that PocketSphinx hears in float [samples]."""
     import pocketsphinx
 
-    pieces = np.interp(np.arange(0, len(samples), rate / hear.HEARD_RATE), np.arange(len(samples)), samples)
+    if not len(samples):
+        return []
+    pieces = resample(samples.astype(np.float32), rate, hear.HEARD_RATE)
     decoder = pocketsphinx.Decoder(samprate=hear.HEARD_RATE, loglevel="FATAL")
     decoder.start_utt()
-    decoder.process_raw((pieces * 32767).astype("<i2").tobytes(), full_utt=True)
+    decoder.process_raw((pieces.clip(-1, 1) * 32767).astype("<i2").tobytes(), full_utt=True)
     decoder.end_utt()
     return _words(decoder.hyp().hypstr) if decoder.hyp() else []
 

@@ -62,9 +62,8 @@ def prepare(model: Any, device: torch.device) -> None:
     whole = _Patches(embed.in_channels, embed.embed_dim, embed.proj.kernel_size, device="meta")
     whole.weight, whole.bias = embed.proj.weight, embed.proj.bias
     embed.proj = whole
-    for module in model.modules():
-        if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):
-            module.config._experts_implementation = _SORTED
+    for decoder in (language_model(model), model.talker.model):
+        decoder.config._experts_implementation = _SORTED
 
 
 def attend_together(

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from demo_model.scenes import COLOURS, DIRECTIONS, PLACES, RADII, SHAPES, Scene, Thing, draw_clip, draw_scene
 
-STYLES = {"full": "Answer in full sentences.", "short": "Answer briefly.", "json": "Answer in JSON."}
+JSON = "json"
+"""The style that is not for speaking."""
+STYLES = {"full": "Answer in full sentences.", "short": "Answer briefly.", JSON: "Answer in JSON."}
 """System prompts; without one the answer is a full sentence."""
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 NAMES = (
@@ -95,7 +97,7 @@ def _asked(maker: Maker, scene: Scene, rng: random.Random, style: str) -> Questi
         maker = rng.choice(_OF_CLIP if scene.moves else _OF_PICTURE)
         made = maker(scene, rng)
     text, answer = made
-    said = json.dumps(answer.fields) if style == "json" else getattr(answer, style)
+    said = json.dumps(answer.fields) if style == JSON else getattr(answer, style)
     return Question(maker.__name__.strip("_"), text, said, facts_of(said))
 
 

@@ -136,13 +136,14 @@ def train_all(options: Options, parts: Sequence[str], steps: int | None, minutes
     waiting = [[part for part in line if part in parts] for line in whole]
     left, running, begun = set(parts), dict[int, tuple[Any, list[str], str]](), time.monotonic()
     while left:
-        for line in waiting:
+        for line, ends in zip(waiting, whole, strict=True):
             busy = any(line is other for _, other, _ in running.values())
             if not line or busy or left.intersection(NEEDS.get(line[0], ())):
                 continue
             name = line.pop(0)
-            end = next(ends[name] for ends in whole if name in ends) / last
-            allowed = None if minutes is None else max(minutes * end - (time.monotonic() - begun) / 60, 0.0)
+            allowed = (
+                None if minutes is None else max(minutes * ends[name] / last - (time.monotonic() - begun) / 60, 0.0)
+            )
             workers = max(round(options.workers * WORKERS[name]), 1)
             alone = replace(options, workers=workers, threads=max(options.threads // len(whole), 1))
             given = (name, alone, limits(name, steps, allowed))

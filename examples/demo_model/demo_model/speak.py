@@ -24,7 +24,7 @@ from demo_model import see
 from demo_model.codec import FRAME, SPEAKERS, Codec, Encoder, loudness, spoken
 from demo_model.hear import placeholder
 from demo_model.networks import language_model
-from demo_model.questions import STYLES
+from demo_model.questions import JSON
 from demo_model.training import Part
 
 _HEARD = 0.4
@@ -84,8 +84,8 @@ class Answers:
 
     def _one(self, rng: random.Random) -> _One:
         kind = rng.choice(see.KINDS)
-        style = list(STYLES)[-1]
-        while style == list(STYLES)[-1]:  # JSON is not for speaking
+        style = JSON
+        while style == JSON:
             _, style, [question] = see.asked(kind, rng, 1)
         text = placeholder(rng.randint(80, 500)) if rng.random() < _HEARD else question.text
         return self.sequence(kind, text, question.answer, rng.choice(list(SPEAKERS)))

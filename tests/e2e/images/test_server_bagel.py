@@ -146,7 +146,6 @@ def test_refused(server: Served, more: dict[str, Any], param: str, says: str) ->
     assert error["param"] == param
 
 
-@pytest.mark.nightly
 def test_clients_that_leave_leave_nothing(server: Served) -> None:
     """While contexts are lent to an image of many steps."""
     body = {

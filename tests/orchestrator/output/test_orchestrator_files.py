@@ -82,8 +82,8 @@ def test_the_file_holds_the_samples(system: System) -> None:
     "killed",
     [
         pytest.param(["output"], marks=pytest.mark.nightly),
-        ["tone"],
-        pytest.param(["output", "tone"], marks=pytest.mark.nightly),
+        pytest.param(["tone"], marks=pytest.mark.nightly),
+        ["output", "tone"],
     ],
 )
 def test_the_bytes_are_the_same_after_a_kill(system: System, tmp_path: Path, killed: list[str]) -> None:

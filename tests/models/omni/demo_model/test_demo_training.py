@@ -209,6 +209,16 @@ def test_sound_becomes_spectra_and_codes(untrained: Path, model: Any) -> None:
     assert whole.shape[1] == clip.shape[1] - codec.LOST
 
 
+def test_words_are_counted_as_mistaken_once() -> None:
+    pytest.importorskip("espeakng_loader")
+    from demo_model.evaluate import mistakes
+
+    said = ["there", "are", "two", "red", "circles"]
+    for heard, wrong in (("there are two red circles", 0), ("their are two circles", 2), ("there are two red two", 1)):
+        assert mistakes(said, heard.split()) == wrong
+    assert mistakes(said, []) == mistakes([], said) == 5
+
+
 def test_codebooks_learn_what_is_to_be_told(model: Any) -> None:
     """Their rows, all equal at first, come to be used, and each group tells what those before it leave."""
     pytest.importorskip("espeakng_loader")
