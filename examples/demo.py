@@ -2,13 +2,17 @@
 
     python examples/demo.py MODEL_DIR OUT_DIR
 
-Starts `segue serve` on a free port, sends text, a photo, a voice clip and a video with an audio track, requests text
-and speech, streamed and whole, and writes a transcript, WAV files, and a timeline image of the stages.
+Starts `segue serve` on a free port and asks for text and speech, streamed and whole: what the model's own
+`examples/examples.json` asks, and whether the answers are right, or else about text, a photo, a voice clip and a video
+with an audio track. Writes a transcript, WAV files, what was shown, and a timeline image of the stages.
 """
 
 from __future__ import annotations
 
 import base64
+import json
+import mimetypes
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +25,8 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
+sys.path.insert(0, str(Path(__file__).parent / "demo_model"))
+from demo_model.questions import facts_of
 from matplotlib import pyplot as plt
 from openai import OpenAI
 
@@ -31,11 +37,29 @@ SHADES = {"queue": 0.12, "first": 0.5, "run": 1.0}
 """Colours: waiting for the first input, making the first output, making the rest."""
 
 
+@dataclass(frozen=True)
+class Ask:
+    """One request: messages in the OpenAI API's format, what is asked for, and the right answer if there is one.
+    `files`: what is shown or played."""
+
+    name: str
+    messages: list[dict[str, Any]]
+    modalities: tuple[str, ...] = ("text", "audio")
+    stream: bool = True
+    answer: str | None = None
+    files: tuple[Path, ...] = ()
+
+    @property
+    def written(self) -> str:
+        """The words of the last message."""
+        return " ".join(part["text"] for part in self.messages[-1]["content"] if part["type"] == "text")
+
+
 @dataclass
 class Shown:
     """The result of one request and its times (seconds since it was sent, measured at the client)."""
 
-    name: str
+    ask: Ask
     text: str = ""
     pcm: bytes = b""
     jct: float = 0.0
@@ -52,51 +76,96 @@ class Shown:
     def rtf(self) -> float | None:
         return self.jct / self.seconds if self.pcm else None
 
+    @property
+    def right(self) -> bool | None:
+        """Whether the answer has the facts of the right one; None where none is known."""
+        return None if self.ask.answer is None else facts_of(self.text) == facts_of(self.ask.answer)
+
 
 def data_url(path: Path, kind: str) -> str:
     return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
+def asks(model_dir: Path) -> list[Ask]:
+    """What the model's own examples ask; of a model without any, one request of each kind."""
+    if (model_dir / "examples" / "examples.json").exists():
+        return own_examples(model_dir / "examples")
+    found = [Ask(f"{name} → text + speech, streamed", of_user(parts)) for name, parts in prompts().items()]
+    text = of_user(prompts()["text"])
+    return [
+        *found,
+        Ask("text → text, whole", text, ("text",), stream=False),
+        Ask("text → text, streamed", text, ("text",)),
+        Ask("text → text + speech, whole", text, stream=False),
+    ]
+
+
+def own_examples(directory: Path) -> list[Ask]:
+    """Of a model; file names in place of its media are replaced by what is in the files."""
+    found = []
+    for example in json.loads((directory / "examples.json").read_text()):
+        files = []
+        for message in example["messages"]:
+            for part in message["content"] if isinstance(message["content"], list) else []:
+                if part["type"] == "text":
+                    continue
+                held = part[part["type"]]
+                key = "data" if part["type"] == "input_audio" else "url"
+                files.append(directory / held[key])
+                url = data_url(files[-1], mimetypes.guess_type(held[key])[0] or "application/octet-stream")
+                held[key] = url.split(",", 1)[1] if key == "data" else url
+        spoken = not example["answer"].startswith("{")
+        modalities = ("text", "audio") if spoken else ("text",)
+        found.append(Ask(example["title"], example["messages"], modalities, True, example["answer"], tuple(files)))
+    return found
+
+
 def prompts() -> dict[str, list[dict[str, Any]]]:
-    """User messages of each kind, in the OpenAI API's format."""
+    """What a user sends of each kind, in the OpenAI API's format."""
     photo = {"type": "image_url", "image_url": {"url": data_url(ASSETS / "photo.jpg", "image/jpeg")}}
     voice = (ASSETS / "speech.wav").read_bytes()
     speech = {"type": "input_audio", "input_audio": {"data": base64.b64encode(voice).decode(), "format": "wav"}}
     video = {"type": "video_url", "video_url": {"url": data_url(ASSETS / "video.mp4", "video/mp4")}}
 
-    def ask(text: str) -> dict[str, Any]:
+    def words(text: str) -> dict[str, Any]:
         return {"type": "text", "text": text}
 
     return {
-        "text": [ask("Say something about the sea.")],
-        "photo": [photo, ask("What is in the image?")],
-        "speech": [speech, ask("What was said?")],
-        "video with audio": [video, ask("What happens, and what is heard?")],
+        "text": [words("Say something about the sea.")],
+        "photo": [photo, words("What is in the image?")],
+        "speech": [speech, words("What was said?")],
+        "video with audio": [video, words("What happens, and what is heard?")],
     }
 
 
-def request(content: list[dict[str, Any]], modalities: list[str]) -> dict[str, Any]:
+def of_user(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+def request(ask: Ask) -> dict[str, Any]:
     """The keyword arguments of `client.chat.completions.create`, for streamed and whole answers alike."""
+    # a trained model says what it holds for most likely; one with random weights would repeat itself
+    thinker = {"temperature": 0.0} if ask.answer else {}
     asked: dict[str, Any] = {
         "model": MODEL,
-        "messages": [{"role": "user", "content": content}],
-        "modalities": modalities,
+        "messages": ask.messages,
+        "modalities": list(ask.modalities),
         "seed": 7,
-        "max_tokens": 64,
+        "max_tokens": 64 if ask.answer is None else 160,
         "extra_body": {
             "return_metrics": True,
-            "sampling": {"talker": {"max_tokens": 300}},
+            "sampling": {"talker": {"max_tokens": 300}, "thinker": thinker},
             "options": {"use_audio_in_video": True},  # without it the model ignores a video's audio
         },
     }
-    if "audio" in modalities:
+    if "audio" in ask.modalities:
         asked["audio"] = {"voice": "Chelsie", "format": "pcm16"}
     return asked
 
 
-def whole(client: OpenAI, name: str, content: list[dict[str, Any]], modalities: list[str]) -> Shown:
-    shown, sent = Shown(name), time.monotonic()
-    answer = client.chat.completions.create(**request(content, modalities))
+def whole(client: OpenAI, ask: Ask) -> Shown:
+    shown, sent = Shown(ask), time.monotonic()
+    answer = client.chat.completions.create(**request(ask))
     shown.jct = time.monotonic() - sent
     message = answer.choices[0].message
     shown.text = message.content or ""
@@ -106,9 +175,9 @@ def whole(client: OpenAI, name: str, content: list[dict[str, Any]], modalities: 
     return shown
 
 
-def streamed(client: OpenAI, name: str, content: list[dict[str, Any]], modalities: list[str]) -> Shown:
-    shown, sent = Shown(name), time.monotonic()
-    for chunk in client.chat.completions.create(stream=True, **request(content, modalities)):
+def streamed(client: OpenAI, ask: Ask) -> Shown:
+    shown, sent = Shown(ask), time.monotonic()
+    for chunk in client.chat.completions.create(stream=True, **request(ask)):
         now = time.monotonic() - sent
         for choice in chunk.choices:
             if choice.delta.content:
@@ -156,7 +225,7 @@ def draw(shown: list[Shown], path: Path) -> None:
                 panel.text(when, len(stages) - 0.3, mark, fontsize=6)
         panel.set_yticks(range(len(stages)), stages, fontsize=7)
         panel.invert_yaxis()
-        panel.set_title(one.name, fontsize=8, loc="left")
+        panel.set_title(one.ask.name, fontsize=8, loc="left")
     panels[-1, 0].set_xlabel("seconds since the request was admitted")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -171,29 +240,48 @@ def main(model_dir: Path, out: Path) -> None:
         url = wait_ready(server)
         print(f"\nready after {time.monotonic() - began:.1f} s at {url}\n")
         client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        shown: list[Shown] = []
-        for name, content in prompts().items():
-            shown.append(streamed(client, f"{name} → text + speech, streamed", content, ["text", "audio"]))
-        content = prompts()["text"]
-        shown.append(whole(client, "text → text, whole", content, ["text"]))
-        shown.append(streamed(client, "text → text, streamed", content, ["text"]))
-        shown.append(whole(client, "text → text + speech, whole", content, ["text", "audio"]))
+        shown = [(streamed if ask.stream else whole)(client, ask) for ask in asks(model_dir)]
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait()
 
-    transcript = []
     print(f"{'request':42} {'JCT':>7} {'TTFT':>7} {'TTFA':>7} {'RTF':>6} {'audio':>7}")
-    for number, one in enumerate(shown):
+    for one in shown:
         cells = [f"{value:6.2f}s" if value is not None else "      –" for value in (one.jct, one.ttft, one.ttfa)]
         rtf = f"{one.rtf:6.2f}" if one.rtf is not None else "     –"
-        print(f"{one.name:42} {' '.join(cells)} {rtf} {one.seconds:6.2f}s")
-        transcript.append(f"## {one.name}\n\n{one.text}\n")
-        if one.pcm:
-            write_wav(out / f"{number}-{one.name.split(' →')[0].replace(' ', '-')}.wav", one.pcm)
-    (out / "transcript.md").write_text("\n".join(transcript))
+        print(f"{one.ask.name:42} {' '.join(cells)} {rtf} {one.seconds:6.2f}s")
+    print()
+    for one in shown:
+        if one.right is not None:
+            mark = "right" if one.right else f"wrong; right is: {one.ask.answer}"
+            print(f"{one.ask.name}: {one.ask.written or '(spoken)'}\n    {one.text}  [{mark}]")
+    write_transcript(shown, out)
     draw(shown, out / "timeline.png")
+    judged = [one.right for one in shown if one.right is not None]
+    if judged:
+        print(f"\n{sum(judged)} of {len(judged)} answers are right")
     print(f"\n{out}/: transcript.md, timeline.png, {sum(bool(one.pcm) for one in shown)} WAV files")
+
+
+def write_transcript(shown: list[Shown], out: Path) -> None:
+    """What was asked and answered, with the files of both beside it."""
+    parts = []
+    for number, one in enumerate(shown):
+        part = f"## {one.ask.name}\n\n"
+        for file in one.ask.files:
+            shutil.copyfile(file, out / file.name)
+            part += f"[{file.name}]({file.name})\n\n"
+        if one.ask.answer is not None:
+            part += f"> {one.ask.written or '(spoken)'}\n\n"
+        part += f"{one.text}\n"
+        if one.pcm:
+            name = f"{number}-{one.ask.name.split(' →')[0].replace(' ', '-').lower()}.wav"
+            write_wav(out / name, one.pcm)
+            part += f"\n[{name}]({name})\n"
+        if one.right is not None:
+            part += "\nRight.\n" if one.right else f"\nWrong: {one.ask.answer}\n"
+        parts.append(part)
+    (out / "transcript.md").write_text("\n".join(parts))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from demo_model.networks import vision
+from demo_model.networks import language_model, vision
 from demo_model.questions import sentences
 from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
 from segue.models.omni.qwen3_omni.tiny.config import ROLES, SPECIAL_TOKENS, Encoder, Shape, config_json
@@ -46,6 +46,8 @@ SHAPE = Shape(
     vocoder_channels=128,
 )
 """About 19 million parameters."""
+EMBEDDED = 0.3
+"""Deviation of the thinker's embeddings of tokens, which are never trained."""
 
 
 def create(directory: Path, seed: int = 0) -> None:
@@ -73,6 +75,7 @@ def create(directory: Path, seed: int = 0) -> None:
     for module in vision(model).modules():
         if isinstance(module, nn.Linear | nn.Conv3d):
             _draw(module, module.weight[0].numel())  # the library's deviation is that of networks ten times as wide
+    nn.init.normal_(language_model(model).embed_tokens.weight, std=EMBEDDED)
     prepare_vocoder(model.code2wav)
     model.save_pretrained(directory)
 

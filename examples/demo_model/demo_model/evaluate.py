@@ -18,6 +18,7 @@ from PIL import Image
 from demo_model import codec, hear, see
 from demo_model.questions import JSON, STYLES, Question, is_right
 from demo_model.scenes import clip, picture
+from demo_model.ways import WAYS
 from segue import Omni
 from segue.media.audio import resample
 
@@ -34,11 +35,11 @@ class Asked:
     prompt: dict[str, Any]
 
 
-def held_out(count: int, *, grammar: bool = False, seed: int = 0) -> Iterator[Asked]:
-    """`count` questions of each kind in writing, and as many spoken. `grammar`: answers in JSON are kept to it."""
+def held_out(count: int, *, spoken: bool = True, grammar: bool = False, seed: int = 0) -> Iterator[Asked]:
+    """`count` questions of each kind in writing, and as many `spoken`. `grammar`: answers in JSON are kept to it."""
     rng = random.Random(f"held out/{seed}")
     for kind in ("picture", "clip", "nothing"):
-        for number in range(2 * count):
+        for number in range(0, 2 * count, 1 if spoken else 2):
             scene, style, [question] = see.asked(kind, rng, 1)
             said: dict[str, Any] = {"type": "text", "text": question.text}
             if number % 2:
@@ -56,15 +57,13 @@ def held_out(count: int, *, grammar: bool = False, seed: int = 0) -> Iterator[As
             yield Asked(f"{'spoken ' * (number % 2)}{kind}", style, question, prompt)
 
 
-def answers(omni: Omni, count: int, grammar: bool) -> Iterator[dict[str, Any]]:
+def answers(asked: Sequence[Asked], texts: Sequence[str]) -> Iterator[dict[str, Any]]:
     """One row per sort of question with the share of right answers, and one with that of valid JSON."""
-    asked = list(held_out(count, grammar=grammar))
-    outs = omni.generate([one.prompt for one in asked], modalities=["text"])
     right, all_of = Counter[str](), Counter[str]()
-    for one, out in zip(asked, outs, strict=True):
-        found = {one.sort: is_right(one.question, out.text)}
+    for one, text in zip(asked, texts, strict=True):
+        found = {one.sort: is_right(one.question, text)}
         if one.style == JSON:
-            found["valid JSON"] = _is_json(out.text)
+            found["valid JSON"] = _is_json(text)
         right.update(found)
         all_of.update(found.keys())
     for sort, number in all_of.items():
@@ -127,12 +126,14 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200, help="questions of each kind, and as many spoken ones")
     parser.add_argument("--speech", type=int, default=40, help="spoken answers; 0: none")
     parser.add_argument("--grammar", action="store_true", help="keep answers in JSON to its grammar")
-    parser.add_argument("--config", type=Path, help="deployment file of Segue")
+    parser.add_argument("--way", choices=WAYS, default="batched", help="how answers are asked for")
     options = parser.parse_args()
-    with Omni(options.directory, config=options.config) as omni:
-        for row in answers(omni, options.count, options.grammar):
-            print(json.dumps(row), flush=True)
-        if options.speech:
+    asked = list(held_out(options.count, grammar=options.grammar))
+    texts = WAYS[options.way](options.directory, [one.prompt for one in asked])
+    for row in answers(asked, texts):
+        print(json.dumps(row), flush=True)
+    if options.speech:
+        with Omni(options.directory) as omni:
             print(json.dumps(speech(omni, options.speech)))
 
 

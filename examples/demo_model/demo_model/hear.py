@@ -122,16 +122,19 @@ def question(rng: random.Random) -> Question:
 
 
 def dictation_part(model: Any, model_dir: Path, *, size: int = 32) -> Part:
-    """Trains the audio encoder by CTC (Graves et al. 2006) over the tokenizer's tokens; the last of its outputs is the
-    blank."""
-    config = model.config.thinker_config
-    vocabulary: int = config.text_config.vocab_size
-    head = nn.Linear(config.audio_config.output_dim, vocabulary + 1)
+    """Trains the audio encoder by CTC (Graves et al. 2006) over the tokenizer's tokens and, as the last one, the blank.
+
+    A row says a token by being like its embedding, so that the language model later hears words much as it reads them.
+    """
+    embedding = language_model(model).embed_tokens.requires_grad_(False)
+    vocabulary: int = embedding.num_embeddings
+    blank = nn.Linear(embedding.embedding_dim, 1)
 
     def loss(batch: Dictation, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         lengths = [rows_of(length) for length in batch.said.lengths]
         rows = heard(model, spectra(batch.said), batch.said.lengths)
-        logits = nn.utils.rnn.pad_sequence(list(head(rows).float().log_softmax(-1).split(lengths)))
+        shares = torch.cat([functional.linear(rows, embedding.weight), blank(rows)], -1).float().log_softmax(-1)
+        logits = nn.utils.rnn.pad_sequence(list(shares.split(lengths)))
         found = functional.ctc_loss(
             logits, batch.words, torch.tensor(lengths), torch.tensor(batch.counts), blank=vocabulary, zero_infinity=True
         )
@@ -144,7 +147,7 @@ def dictation_part(model: Any, model_dir: Path, *, size: int = 32) -> Part:
             whole += said[said != vocabulary].tolist() == list(islice(words, count))
         return found, {"whole right": torch.tensor(whole / len(lengths))}
 
-    return Part("dictation", [audio_encoder(model)], Dictations(model_dir, size), loss, own=head)
+    return Part("dictation", [audio_encoder(model)], Dictations(model_dir, size), loss, own=blank)
 
 
 # spoken questions
@@ -165,8 +168,7 @@ class SpokenSequences(see.Sequences):
         if step % 2:
             return SpokenAnswers(self(step // 2), None)
         rng = random.Random(f"spoken/{self.seed}/{step}")
-        kind = self.kinds[step // 2 % len(self.kinds)]
-        made = [see.asked(kind, rng, self.questions) for _ in range(self.size)]
+        kind, made = self.made(rng, step // 2)
         said = recordings([sound(one.text, rng) for _, _, questions in made for one in questions])
         lengths = iter(said.lengths)
         replaced = [
@@ -182,9 +184,8 @@ def placeholder(length: int) -> str:
 
 
 def hearing_part(model: Any, model_dir: Path, *, size: int = 24, questions: int = 4) -> Part:
-    """Trains everything that listens, looks and answers. Embeddings of text stay: the talker learns from them too."""
-    text = language_model(model)
-    text.embed_tokens.requires_grad_(False)
+    """Trains everything that listens, looks and answers, but the embeddings."""
+    text = see.read_as_drawn(model)
 
     def loss(batch: SpokenAnswers, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         rows = None if batch.said is None else heard(model, spectra(batch.said), batch.said.lengths)
@@ -192,4 +193,4 @@ def hearing_part(model: Any, model_dir: Path, *, size: int = 24, questions: int 
 
     modules = [vision(model), audio_encoder(model), text, model.thinker.lm_head]
     sequences = SpokenSequences(model_dir, size, see.KINDS, questions, seed=1)
-    return Part("hearing", modules, sequences.spoken, loss, rate=5e-4, slow=[vision(model).patch_embed])
+    return Part("hearing", modules, sequences.spoken, loss, rate=5e-4, slow=[vision(model)])

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeForConditionalGeneration  # isort: skip # its shim first
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import sdpa_mask
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 __all__ = ["Qwen3OmniMoeForConditionalGeneration", "audio_encoder", "heard", "language_model", "prepare", "seen"]
@@ -26,7 +27,11 @@ CHUNK = 100
 """Spectra that the audio encoder's convolutions take at once."""
 ROWS = 13
 """Rows that they give for them."""
-_TOGETHER, _SORTED = "flash_demo_model", "sorted_demo_model"
+_ROWS = 128
+"""Of an expert's tokens."""
+_HIDDEN = -3e4
+"""Added to the score of a token that must not be seen."""
+_TOGETHER, _VISIBLE, _SORTED = "flash_demo_model", "visible_demo_model", "sorted_demo_model"
 """The library gives packed sequences whole to functions with "flash" in their name."""
 
 
@@ -58,6 +63,7 @@ def prepare(model: Any, device: torch.device) -> None:
     model.to(device).train()
     for encoder in (vision(model), audio_encoder(model)):
         encoder.config._attn_implementation = _TOGETHER  # the library's setter looks for a package of that name
+    language_model(model).config._attn_implementation = _VISIBLE
     embed = vision(model).patch_embed
     whole = _Patches(embed.in_channels, embed.embed_dim, embed.proj.kernel_size, device="meta")
     whole.weight, whole.bias = embed.proj.weight, embed.proj.bias
@@ -95,21 +101,53 @@ def attend_together(
     return (rows if place is None else rows.index_select(0, place))[None], None
 
 
+def attend_visible(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    *,
+    scaling: float,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention to what a mask, bool [B, 1, tokens, tokens], shows, in the values' dtype: [B, heads, tokens, dim] → [B,
+    tokens, heads, dim]. Heads that share keys are one product."""
+    count, heads, tokens, dim = query.shape
+    shared = key.shape[1]
+    with torch.autocast(query.device.type, enabled=False):
+        rows = (query * scaling).to(value.dtype).reshape(count, shared, -1, dim)
+        scores = (rows @ key.to(value.dtype).mT).view(count, heads, tokens, -1)
+        shares = (scores + attention_mask.logical_not().to(value.dtype) * _HIDDEN).softmax(-1)
+        mixed = (shares.view(count, shared, -1, shares.shape[-1]) @ value).view(count, heads, tokens, dim)
+    return mixed.transpose(1, 2), None
+
+
 def sorted_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Each expert takes its tokens side by side: [tokens, hidden] → [tokens, hidden]."""
+    """Each expert takes its tokens side by side: [tokens, hidden] → [tokens, hidden].
+
+    Their number is filled up to a multiple of `_ROWS`: a CPU's kernels are compiled anew for each other number.
+    """
     order = top_k_index.flatten().argsort(stable=True)
     owner = order // top_k_index.shape[1]
-    counts = top_k_index.flatten().bincount(minlength=self.num_experts).tolist()
-    parts = hidden_states.index_select(0, owner).split(counts)
+    counts = top_k_index.flatten().bincount(minlength=self.num_experts)
+    filled = (counts + _ROWS - 1) // _ROWS * _ROWS
+    shift = (filled.cumsum(0) - filled) - (counts.cumsum(0) - counts)
+    place = torch.arange(len(order), device=order.device) + shift.index_select(0, top_k_index.flatten()[order])
+    sizes = filled.tolist()
+    rows = hidden_states.new_zeros(sum(sizes), hidden_states.shape[1])
+    parts = rows.index_copy(0, place, hidden_states.index_select(0, owner)).split(sizes)
     both = torch.cat([functional.linear(*one) for one in zip(parts, self.gate_up_proj, strict=True)])
     gate, up = both.chunk(2, -1)
-    parts = (self.act_fn(gate) * up).split(counts)
+    parts = (self.act_fn(gate) * up).split(sizes)
     made = torch.cat([functional.linear(*one) for one in zip(parts, self.down_proj, strict=True)])
-    made = (made * top_k_weights.flatten()[order, None]).to(hidden_states.dtype)
+    made = (made.index_select(0, place) * top_k_weights.flatten()[order, None]).to(hidden_states.dtype)
     return torch.zeros_like(hidden_states).index_add(0, owner, made)
 
 
 AttentionInterface.register(_TOGETHER, attend_together)
+AttentionInterface.register(_VISIBLE, attend_visible)
+AttentionMaskInterface.register(_VISIBLE, sdpa_mask)
 ALL_EXPERTS_FUNCTIONS[_SORTED] = sorted_experts
 
 

@@ -27,7 +27,7 @@ SIZES = {
     "cuda": {"vision": 256, "answers": 128, "dictation": 64, "hearing": 64, "codec": 24, "speaking": 64},
 }
 """Pictures, sequences or recordings of a batch."""
-NEEDS = {"answers": ("vision",), "hearing": ("answers", "dictation"), "speaking": ("codec", "answers")}
+NEEDS = {"answers": ("vision",), "hearing": ("answers", "dictation"), "speaking": ("codec",)}
 LINES: dict[str, tuple[dict[str, float], ...]] = {
     "cpu": ({"vision": 0.07, "answers": 0.55, "hearing": 1.0}, {"dictation": 0.12, "codec": 0.55, "speaking": 1.0}),
     "cuda": ({"vision": 0.15, "answers": 0.5, "hearing": 1.0}, {"codec": 0.5, "speaking": 1.0}, {"dictation": 0.5}),

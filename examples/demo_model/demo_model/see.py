@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from demo_model.networks import FRAMES_PER_PATCH, MERGE, PATCH, language_model, seen, vision
-from demo_model.questions import STYLES, Question, about_clip, about_picture, without_picture
+from demo_model.questions import JSON, STYLES, Question, about_clip, about_picture, without_picture
 from demo_model.scenes import (
     COLOURS,
     DIRECTIONS,
@@ -74,9 +74,14 @@ class Sequences:
         self.model_dir, self.size, self.kinds, self.questions, self.seed = model_dir, size, kinds, questions, seed
 
     def __call__(self, step: int) -> Answers:
-        rng = random.Random(f"{self.seed}/{step}")
-        kind = self.kinds[step % len(self.kinds)]
-        return self.batch(kind, [asked(kind, rng, self.questions) for _ in range(self.size)])
+        kind, made = self.made(random.Random(f"{self.seed}/{step}"), step)
+        return self.batch(kind, made)
+
+    def made(self, rng: random.Random, step: int) -> tuple[str, list[Asked]]:
+        """A step's kind and questions; the style of answers is the same for all, since their lengths differ by it."""
+        kind, style = self.kinds[step % len(self.kinds)], rng.choice(["", *STYLES])
+        count = max(self.questions // 2, 1) if style == JSON else self.questions
+        return kind, [asked(kind, rng, count, style) for _ in range(self.size)]
 
     def batch(self, kind: str, made: Sequence[Asked]) -> Answers:
         """Sequences of one kind as tensors."""
@@ -100,9 +105,9 @@ Asked = tuple[Scene | None, str, list[Question]]
 """What is to be seen, the style of the answers, and questions."""
 
 
-def asked(kind: str, rng: random.Random, count: int) -> Asked:
-    """Something to see and `count` questions about it."""
-    style = rng.choice(["", *STYLES])
+def asked(kind: str, rng: random.Random, count: int, style: str | None = None) -> Asked:
+    """Something to see and `count` questions about it; without a style a random one."""
+    style = rng.choice(["", *STYLES]) if style is None else style
     if kind == "nothing":
         return None, style, without_picture(rng, style or "full", count)
     if kind == "clip":
@@ -308,7 +313,16 @@ def encoder_part(model: Any, *, size: int = 96) -> Part:
 
 
 def answers_part(model: Any, model_dir: Path, *, size: int = 32, questions: int = 6) -> Part:
-    """Trains vision encoder and language model together."""
-    modules = [vision(model), language_model(model), model.thinker.lm_head]
+    """Trains the language model, and the vision encoder slowly: at first it would only lose what it has learned."""
+    modules = [vision(model), read_as_drawn(model), model.thinker.lm_head]
     sequences = Sequences(model_dir, size, KINDS, questions)
-    return Part("answers", modules, sequences, partial(answer_loss, model), slow=[vision(model).patch_embed])
+    loss = partial(answer_loss, model)
+    return Part("answers", modules, sequences, loss, rate=1.5e-3, slow=[vision(model)])
+
+
+def read_as_drawn(model: Any) -> Any:
+    """The language model, whose embeddings of tokens stay what `create` has drawn: audio encoder and talker learn from
+    them at the same time."""
+    text = language_model(model)
+    text.embed_tokens.requires_grad_(False)
+    return text

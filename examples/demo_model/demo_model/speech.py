@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-import espeakng_loader
 import numpy as np
 
 RATE = 22050
@@ -57,6 +56,8 @@ def resampled(samples: np.ndarray, rate: int) -> np.ndarray:
 @cache
 def _library() -> tuple[ctypes.CDLL, list[np.ndarray], object]:
     """The library, the list that it writes sound to, and the function by which it does."""
+    import espeakng_loader  # here, so that written questions can be asked without it
+
     library = ctypes.CDLL(espeakng_loader.get_library_path())
     heard: list[np.ndarray] = []
 

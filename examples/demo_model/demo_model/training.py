@@ -42,8 +42,8 @@ class Part:
     own: nn.Module | None = None
     rate: float = 1e-3
     slow: Sequence[nn.Module] = ()
-    """Those of the modules whose inputs are many and alike, as a patch's pixels, so that changes of their weights add
-    up."""
+    """Those of the modules that change little: what another part has taught, and what has many inputs alike, as a
+    patch's pixels, so that changes of its weights add up."""
 
     def groups(self) -> list[dict[str, Any]]:
         """The trained parameters for the optimizer; `share`: of the learning rate."""

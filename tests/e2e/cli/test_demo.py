@@ -21,7 +21,8 @@ def test_the_model_hears_the_video_it_is_asked_about(server: Served) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # matplotlib's own imports
         demo = runpy.run_path(str(DEMO))
-    asked = demo["request"](demo["prompts"]()["video with audio"], ["text"])
+    video = demo["of_user"](demo["prompts"]()["video with audio"])
+    asked = demo["request"](demo["Ask"]("video", video, ("text",)))
     asked |= {"model": NAME, "max_tokens": 1, **asked.pop("extra_body")}
     tokens = []
     with server.client() as http:

@@ -1,0 +1,213 @@
+"""What fewer bits, drafts and pieces of sound cost the model: `python -m demo_model.quality DIR`.
+
+Writes the figures into `DIR/quality.json`; `demo_model.tables` makes tables of them. Questions are those of `evaluate`,
+answered greedily.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+from collections.abc import Iterator, Sequence
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from demo_model import evaluate
+from demo_model.codec import FRAME
+from demo_model.ways import WAYS, batched, encoded, library_of
+from segue import AsyncOmni, Omni
+from segue.messages.deltas import AudioDelta
+
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "as published": {},
+    "bfloat16": {"quantization": "bfloat16"},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "fp8": {"quantization": "fp8"},
+}
+"""Weights of thinker and talker, and how they are computed with; as published: bfloat16 weights, float32 products."""
+DRAFTS = {"method": "ngram", "tokens": 4}
+SPEECH = {"talker": {"temperature": 0.0, "max_tokens": 300}}
+_HOP, _WINDOW = 240, 960
+"""Samples from one spectrum to the next, and of each."""
+
+
+def of_ways(directory: Path, count: int) -> Iterator[dict[str, Any]]:
+    """Right answers by each way to ask, and how many answers are those of the library."""
+    asked = list(evaluate.held_out(count))
+    prompts = [one.prompt for one in asked]
+    exact = WAYS["library"](directory, prompts)
+    for name, ask in WAYS.items():
+        texts = exact if name == "library" else ask(directory, prompts)
+        right = {row["questions"]: row["right"] for row in evaluate.answers(asked, texts)}
+        yield {"way": name, "asked": len(asked), "same": _share(texts, exact), "right": right}
+
+
+def _share(texts: Sequence[str], others: Sequence[str]) -> float:
+    return round(sum(map(str.__eq__, texts, others)) / len(others), 4)
+
+
+def of_weights(directory: Path, count: int, spoken: int) -> Iterator[dict[str, Any]]:
+    """Right answers, and words mistaken, with fewer bits."""
+    asked = list(evaluate.held_out(count))
+    prompts = [one.prompt for one in asked]
+    exact: list[str] = []
+    for name, settings in WEIGHTS.items():
+        texts = batched(directory, prompts, **settings)
+        exact = exact or texts
+        right = {row["questions"]: row["right"] for row in evaluate.answers(asked, texts)}
+        with Omni(directory, **settings) as omni:
+            said = evaluate.speech(omni, spoken)
+        yield {"weights": name, "asked": len(asked), "same": _share(texts, exact), "right": right, "speech": said}
+
+
+def of_drafts(directory: Path, count: int) -> Iterator[dict[str, Any]]:
+    """The share of drafted tokens that the model accepts, of each style of answers, and whether any answer changes."""
+    asked = list(evaluate.held_out(count))
+    for style in ("", "full", "short", "json"):
+        prompts = [one.prompt for one in asked if one.style == style]
+
+        async def run(prompts: Sequence[dict[str, Any]]) -> tuple[list[str], float, float]:
+            async with AsyncOmni(directory, speculation=DRAFTS) as omni:
+                outs = await asyncio.gather(*(omni.generate(one, modalities=["text"]) for one in prompts))
+                found = [one.values for stats in omni.orchestrator.stats.values() for one in stats.stages]
+                drafted, accepted = (
+                    float(sum(values.get(f"spec_{name}_tokens_total", 0.0) for values in found))
+                    for name in ("draft", "accepted")
+                )
+            return [out.text for out in outs], drafted, accepted
+
+        texts, drafted, accepted = asyncio.run(run(prompts))
+        same = texts == batched(directory, prompts)
+        share = round(accepted / drafted, 4) if drafted else None
+        yield {"drafts": style or "none", "asked": len(prompts), "drafted": drafted, "accepted": share, "same": same}
+
+
+def of_seams(directory: Path, count: int) -> dict[str, Any]:
+    """How much spectra change where pieces of sound meet, as a multiple of elsewhere: streamed; whole, by one call of
+    the library's vocoder, at the same places; and if pieces of as many frames were decoded apart."""
+    asked = [one for one in evaluate.held_out(count) if one.style != evaluate.JSON][:count]
+    model, processor = library_of(directory)
+    changes: dict[str, list[float]] = {"streamed": [], "whole": [], "apart": []}
+    furthest = 0.0
+
+    async def pieces() -> list[list[np.ndarray]]:
+        async with AsyncOmni(directory) as omni:
+            found = []
+            for one in asked:
+                sampling = one.prompt["sampling"] | SPEECH
+                request = omni.request(
+                    one.prompt | {"sampling": sampling}, modalities=["text", "audio"], voice="Chelsie"
+                )
+                found.append([delta.array async for delta in omni.stream(request) if isinstance(delta, AudioDelta)])
+            return found
+
+    for one, parts in zip(asked, asyncio.run(pieces()), strict=True):
+        codes = _codes(model, encoded(processor, one.prompt))
+        with torch.inference_mode():
+            whole = model.code2wav(codes)[0, 0].numpy()
+            ends = np.cumsum([len(part) for part in parts])[:-1]
+            frames = [0, *((ends + FRAME // 2) // FRAME).tolist(), codes.shape[2]]
+            apart = [model.code2wav(codes[..., one:other])[0, 0].numpy() for one, other in pairwise(frames)]
+        streamed = np.concatenate(parts)
+        furthest = max(furthest, float(np.abs(streamed - whole[: len(streamed)]).max()))
+        for name, sound, borders in (
+            ("streamed", streamed, ends),
+            ("whole", whole, ends),
+            ("apart", np.concatenate(apart), np.cumsum([len(part) for part in apart])[:-1]),
+        ):
+            if len(borders):
+                changes[name].append(seam(sound, borders))
+    medians = {name: round(float(np.median(found)), 3) for name, found in changes.items()}
+    return {"seams": medians, "answers": len(asked), "streamed from whole": furthest}
+
+
+def seam(sound: np.ndarray, borders: np.ndarray) -> float:
+    """The mean change of log spectra over a window at the borders, over that elsewhere; float [samples], int [n]."""
+    spectrum = torch.stft(
+        torch.from_numpy(sound.copy()), _WINDOW, _HOP, window=torch.hann_window(_WINDOW), return_complex=True
+    )
+    logs = (spectrum.abs() + 1e-3).log()
+    change = (logs[:, 2:] - logs[:, :-2]).abs().mean(0)
+    near = torch.zeros(len(change), dtype=torch.bool)
+    for border in borders.tolist():
+        middle = border // _HOP - 1
+        near[max(middle - 1, 0) : middle + 2] = True
+    return float(change[near].mean() / change[~near].mean())
+
+
+def _codes(model: Any, given: Any) -> torch.Tensor:
+    """int64 [1, groups, frames]: what the library says, greedily."""
+    pieces: list[torch.Tensor] = []
+    hook = model.code2wav.register_forward_pre_hook(lambda module, args: pieces.append(args[0]))
+    try:
+        with torch.inference_mode():
+            model.generate(
+                **given,
+                speaker="Chelsie",
+                thinker_do_sample=False,
+                talker_do_sample=False,
+                thinker_max_new_tokens=evaluate.GREEDY["max_tokens"],
+                talker_max_new_tokens=300,
+                thinker_eos_token_id=model.config.im_end_token_id,
+            )
+    finally:
+        hook.remove()
+    return torch.cat([pieces[0], *(piece[..., 25:] for piece in pieces[1:])], -1)  # each further one repeats 25
+
+
+def of_experts(directory: Path, count: int) -> dict[str, Any]:
+    """Of each layer of the thinker: the largest share of tokens that one expert gets, times the number of experts."""
+    model, processor = library_of(directory)
+    routers = {name: one for name, one in model.thinker.named_modules() if name.endswith("mlp.gate")}
+    taken = {name: torch.zeros(one.weight.shape[0]) for name, one in routers.items()}
+
+    def note(name: str) -> Any:
+        def hook(module: Any, args: Any, made: Any) -> None:
+            indices = made[-1] if isinstance(made, tuple) else made.topk(2, -1).indices
+            taken[name] += torch.bincount(indices.flatten(), minlength=len(taken[name]))
+
+        return hook
+
+    hooks = [one.register_forward_hook(note(name)) for name, one in routers.items()]
+    try:
+        with torch.inference_mode():
+            for one in evaluate.held_out(count):
+                model.thinker(**encoded(processor, one.prompt))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {"experts": [round(float(len(one) * one.max() / one.sum()), 3) for one in taken.values()]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--count", type=int, default=100, help="questions of each kind, and as many spoken ones")
+    parser.add_argument("--speech", type=int, default=40, help="spoken answers")
+    options = parser.parse_args()
+    directory, count = options.directory, options.count
+    rows: list[dict[str, Any]] = []
+    for found in (
+        of_ways(directory, count // 2),
+        of_weights(directory, count, options.speech),
+        of_drafts(directory, count),
+        [of_experts(directory, count // 4)],
+        [of_seams(directory, options.speech)],
+    ):
+        for row in found:
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+    machine = {"cpu": platform.processor() or platform.machine(), "torch": torch.__version__, "date": str(date.today())}
+    (directory / "quality.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

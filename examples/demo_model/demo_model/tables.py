@@ -1,0 +1,87 @@
+"""Tables of what `quality` has measured: `python -m demo_model.tables DIR PAGE...` puts them into Markdown pages."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from segue.bench.figures import insert
+
+SORTS = ("picture", "spoken picture", "clip", "spoken clip", "nothing", "spoken nothing", "valid JSON")
+
+
+def tables(found: dict[str, Any]) -> str:
+    """All tables, each with a line on what it shows."""
+    rows = found["rows"]
+    parts = [f"Measured on {found['machine']['cpu']}, torch {found['machine']['torch']}, {found['machine']['date']}."]
+    ways = [row for row in rows if "way" in row]
+    parts += [
+        f"**Ways to ask.** {ways[0]['asked']} held-out questions, greedy: the share of right answers, and of "
+        "those that are the library's to the letter.",
+        table(["way", *SORTS, "as the library"], ([row["way"], *_right(row), percent(row["same"])] for row in ways)),
+    ]
+    weights = [row for row in rows if "weights" in row]
+    parts += [
+        f"**Bits.** {weights[0]['asked']} held-out questions, greedy, and {weights[0]['speech']['spoken']} spoken "
+        "answers: the share of words that an independent recogniser (PocketSphinx) mistakes; in espeak-ng's own sound "
+        f"of the same sentences it mistakes {percent(weights[0]['speech'].get('espeak'))}.",
+        table(
+            ["weights", *SORTS, "as published", "word error"],
+            (
+                [row["weights"], *_right(row), percent(row["same"]), percent(row["speech"].get("error"))]
+                for row in weights
+            ),
+        ),
+    ]
+    drafts = [row for row in rows if "drafts" in row]
+    parts += [
+        "**Drafts.** N-gram speculation, four tokens: the share of drafts that the model accepts, by the style that a "
+        "system prompt asks for. Answers are the same to the letter: "
+        f"{'yes' if all(row['same'] for row in drafts) else 'no'}.",
+        table(
+            ["style", "questions", "drafted tokens", "accepted"],
+            ([row["drafts"], row["asked"], int(row["drafted"]), percent(row["accepted"])] for row in drafts),
+        ),
+    ]
+    [seams] = [row for row in rows if "seams" in row]
+    [experts] = [row for row in rows if "experts" in row]
+    parts += [
+        f"**Seams.** How much the spectrum of {seams['answers']} spoken answers changes where two pieces of sound meet,"
+        f" as a multiple of elsewhere; streamed sound is at most {seams['streamed from whole']:.0e} from one call of"
+        " the library's vocoder.",
+        table(["streamed", "whole, at the same places", "pieces decoded apart"], [list(seams["seams"].values())]),
+        "**Experts.** The largest share of tokens that one expert of the thinker gets, as a multiple of an even share, "
+        f"layer by layer: {', '.join(f'{one:.2f}' for one in experts['experts'])}.",
+    ]
+    return "\n\n".join(parts)
+
+
+def _right(row: dict[str, Any]) -> Iterator[str]:
+    return (percent(row["right"].get(sort)) for sort in SORTS)
+
+
+def percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f}%"
+
+
+def table(head: Sequence[str], rows: Any) -> str:
+    """In Markdown."""
+    lines = [list(map(str, row)) for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [list(head), ["---"] * len(head), *lines])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("pages", type=Path, nargs="+")
+    options = parser.parse_args()
+    body = tables(json.loads((options.directory / "quality.json").read_text()))
+    for page in options.pages:
+        page.write_text(insert(page.read_text(), body))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Ways to ask the model the same: through Segue in one batch, streamed, with workers that are killed, and through the
+library."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from segue import AsyncOmni, Omni
+from segue.messages.deltas import TextDelta
+from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeForConditionalGeneration, Qwen3OmniMoeProcessor
+
+AT_ONCE = 16
+"""Streamed requests."""
+_KINDS = {"image": "images", "video": "videos", "audio": "audio"}
+
+
+def batched(directory: Path, prompts: Sequence[dict[str, Any]], **settings: Any) -> list[str]:
+    """All at once. `settings`: of `Omni`."""
+    with Omni(directory, **settings) as omni:
+        return [out.text for out in omni.generate(prompts, modalities=["text"])]
+
+
+def killed(directory: Path, prompts: Sequence[dict[str, Any]]) -> list[str]:
+    """All at once; after a quarter, the half, and three quarters of the answers every worker is killed."""
+    texts = [""] * len(prompts)
+    quarters = {len(prompts) * quarter // 4 for quarter in (1, 2, 3)}
+    with Omni(directory) as omni:
+        for number, (place, out) in enumerate(omni.as_completed(prompts, modalities=["text"]), 1):
+            if isinstance(out, Exception):
+                raise out
+            texts[place] = out.text
+            if number in quarters:
+                workers = {one.pid for stage in omni.health().stages.values() for one in stage.replicas}
+                for pid in workers - {None}:
+                    os.kill(pid, signal.SIGKILL)
+    return texts
+
+
+def streamed(directory: Path, prompts: Sequence[dict[str, Any]]) -> list[str]:
+    """Piece by piece, `AT_ONCE` at a time."""
+
+    async def ask(omni: AsyncOmni, free: asyncio.Semaphore, prompt: dict[str, Any]) -> str:
+        async with free:
+            request = omni.request(prompt, modalities=["text"])
+            return "".join([delta.text async for delta in omni.stream(request) if isinstance(delta, TextDelta)])
+
+    async def all_of_them() -> list[str]:
+        free = asyncio.Semaphore(AT_ONCE)
+        async with AsyncOmni(directory) as omni:
+            return await asyncio.gather(*(ask(omni, free, prompt) for prompt in prompts))
+
+    return asyncio.run(all_of_them())
+
+
+def library(directory: Path, prompts: Sequence[dict[str, Any]]) -> list[str]:
+    """One by one, by `generate` of transformers, in float32."""
+    model, processor = library_of(directory)
+    return [_generated(model, processor, prompt) for prompt in prompts]
+
+
+def library_of(directory: Path) -> tuple[Any, Any]:
+    """The library's model, in float32, and its processor."""
+    model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
+    return model, Qwen3OmniMoeProcessor.from_pretrained(directory)
+
+
+def encoded(processor: Any, prompt: dict[str, Any]) -> Any:
+    """What the library's model takes of a prompt."""
+    media: dict[str, list[Any]] = {}
+    messages = []
+    for message in prompt["messages"]:
+        parts = message["content"] if isinstance(message["content"], list) else [_written(message["content"])]
+        messages.append({"role": message["role"], "content": [_written("") | one for one in parts]})
+        for part in parts:
+            if part["type"] != "text":
+                held = part[part["type"]]
+                media.setdefault(_KINDS[part["type"]], []).append(held[0] if isinstance(held, tuple) else held)
+    text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return processor(text=[text], **media, return_tensors="pt", fps=2.0)
+
+
+def _generated(model: Any, processor: Any, prompt: dict[str, Any]) -> str:
+    given = encoded(processor, prompt)
+    with torch.inference_mode():
+        ids, _ = model.generate(
+            **given,
+            return_audio=False,
+            thinker_do_sample=False,
+            thinker_max_new_tokens=prompt["sampling"]["thinker"]["max_tokens"],
+            thinker_eos_token_id=model.config.im_end_token_id,
+        )
+    return str(processor.decode(ids[0, given["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def _written(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+WAYS: dict[str, Callable[..., list[str]]] = {
+    "batched": batched,
+    "streamed": streamed,
+    "killed": killed,
+    "library": library,
+}
