@@ -84,7 +84,7 @@ def create_app(service: Service, settings: ServerSettings | None = None) -> Fast
     add_metrics(app, service, own)
     add_moves(app, service, settings)
     add_openapi(app)
-    add_page(app)
+    add_page(app, service.card, settings)
     install_error_handlers(app)
     app.add_middleware(Intake, most=settings.max_bodies_bytes)
     app.add_middleware(Door, metrics=own, settings=settings, tenants=tenants)

@@ -1,9 +1,9 @@
-// Runs the page's own script against a live server with a DOM of stubs: node page_driver.mjs <page> <url> [none]
-// none: no file goes along
+// Runs the page's own script against a live server with a DOM of stubs: node page_driver.mjs <page> <url> [none | titles…]
+// none: no file goes along; titles: of the model's examples, which are clicked in turn
 import fs from "node:fs";
 import vm from "node:vm";
 
-const [page, base, none] = process.argv.slice(2);
+const [page, base, ...clicked] = process.argv.slice(2);
 const code = fs.readFileSync(page, "utf8").match(/<script>([\s\S]*)<\/script>/)[1];
 const elements = {};
 const element = (tag) => ({
@@ -11,7 +11,10 @@ const element = (tag) => ({
   append(...nodes) { this.children.push(...nodes); },
   replaceChildren(...nodes) { this.children = nodes; },
   insertBefore(node) { this.children.push(node); },
-  querySelectorAll() { return this.children.map((label) => label.children[0]).filter((box) => box.checked); },
+  querySelectorAll(selector) {
+    const boxes = this.children.map((label) => label.children[0]);
+    return selector.endsWith(":checked") ? boxes.filter((box) => box.checked) : boxes;
+  },
   scrollIntoView() {},
 });
 const played = { samples: 0, pieces: 0, rate: 0 };
@@ -40,11 +43,16 @@ await world.connected;
 elements.voice.value = "Ben";
 elements.text.value = "hi";
 elements.steps.value = "4";
-if (!none) elements.file.files = [{ type: "image/png", name: "a.png", url: "data:image/png;base64,AAAA", size: 3 }];
-await vm.runInContext("send()", world);
-const [body, facts, ...more] = elements.log.children[1].children;
+if (!clicked.length) elements.file.files = [{ type: "image/png", name: "a.png", url: "data:image/png;base64,AAAA", size: 3 }];
+const examples = elements.examples.children;
+if (clicked.length && clicked[0] !== "none") for (const title of clicked) await examples.find((node) => node.textContent === title).onclick();
+else await vm.runInContext("send()", world);
+const shown = elements.log.children, [body, facts, ...more] = shown.at(-1).children;
 process.stdout.write(JSON.stringify({
   model: elements.model.textContent, voices: elements.voice.children.length, outputs: elements.outputs.children.length,
+  examples: examples.map((node) => node.textContent ?? node),
+  sent: shown.slice(0, -1).map(({ className, children: [text, ...media] }) =>
+    [className, text.textContent, ...media.map((node) => [node.tag, node.src])]),
   said: body.textContent, facts: facts.textContent, audio: more.find((node) => node.tag === "audio")?.src, played,
   images: more.filter((node) => node.tag === "img").map((node) => node.src),
   videos: more.filter((node) => node.tag === "video").map((node) => node.src),

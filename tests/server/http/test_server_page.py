@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import AsyncGenerator
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from fake_service import FakeService, live
+from fake_service import FakeService, live, speak
 from filmer import filmer
-from painter import painter, pixels
+from painter import paint, painter, pixels
 from PIL import Image
 
-from segue.messages.request import MediaPart, TextPart
+from segue.messages.deltas import Delta
+from segue.messages.request import MediaPart, Request, TextPart
 from segue.server.settings import ServerSettings
 
 NODE = shutil.which("node")
@@ -45,6 +47,8 @@ def test_the_page_sends_an_image_streams_text_and_plays_audio() -> None:
     with live(FakeService()) as server:
         seen = driven(server.url)
     assert (seen["model"], seen["voices"], seen["outputs"]) == ("fake-omni", 2, 3)
+    assert seen["examples"] == []
+    assert seen["sent"] == [["turn user", "hi", ["img", "blob:3"]]]
     assert seen["said"] == "Hello, world"
     assert re.fullmatch(r"TTFT [\d.]+ s · TTFA [\d.]+ s · JCT [\d.]+ s", seen["facts"])
     assert seen["played"] == {"samples": 7200, "pieces": 3, "rate": 24000}
@@ -80,3 +84,66 @@ def test_the_page_shows_a_video(tmp_path: Path) -> None:
     [video] = tmp_path.glob("*/video.mp4")
     assert seen["videos"] == [f"blob:{video.stat().st_size}"]
     assert (job["status"], job["prompt"]) == ("completed", "hi")
+
+
+EXAMPLES = [
+    {
+        "title": "How many?",
+        "messages": [
+            {"role": "system", "content": "Count."},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image_url", "image_url": {"url": "scene.png"}},
+                    {"type": "input_audio", "input_audio": {"data": "question.wav"}},
+                    {"type": "text", "text": "How many?"},
+                ],
+            },
+        ],
+    },
+    {"title": "Draw", "prompt": "two red circles"},
+    {"title": "Edit", "prompt": "make it green", "image": "scene.png"},
+]
+
+
+async def speak_or_paint(request: Request) -> AsyncGenerator[Delta]:
+    async for delta in (paint if request.modalities == ["image"] else speak)(request):
+        yield delta
+
+
+def test_the_page_sends_the_models_own_examples(tmp_path: Path) -> None:
+    service = FakeService(speak_or_paint)
+    service.card.root = str(tmp_path)
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "examples.json").write_text(json.dumps(EXAMPLES))
+    (tmp_path / "examples" / "scene.png").write_bytes(b"scene")
+    (tmp_path / "examples" / "question.wav").write_bytes(b"question")
+    scene, question = (base64.b64encode(data).decode() for data in (b"scene", b"question"))
+    with live(service) as server:
+        edited = driven(server.url, "Draw", "Edit")
+        asked = driven(server.url, "How many?", "Edit", "How many?")
+    assert edited["examples"] == ["Try:", "How many?", "Draw", "Edit"]
+    assert not edited["errors"] + asked["errors"]
+    assert edited["sent"] == [["turn user", "make it green", ["img", f"data:image/png;base64,{scene}"]]]
+    assert len(edited["images"]) == 1
+    assert asked["sent"] == [
+        ["turn system", "Count."],
+        [
+            "turn user",
+            "How many?",
+            ["img", f"data:image/png;base64,{scene}"],
+            ["audio", f"data:audio/wav;base64,{question}"],
+        ],
+    ], "each is a conversation of its own"
+    assert asked["said"] == "Hello, world"
+    draw, edit, _, _, ask = service.requests
+    assert (draw.prompt, draw.modalities, edit.prompt, edit.modalities) == (
+        "two red circles", ["image"], "make it green", ["image"],
+    )  # fmt: skip
+    assert [(part.kind, part.data) for part in edit.messages[0].content if isinstance(part, MediaPart)] == [
+        ("image", b"scene")
+    ]
+    assert ask.modalities == ["text", "audio"], "what it takes to talk is chosen again"
+    system, user = ask.messages
+    assert system.content == [TextPart("Count.")]
+    assert [part.data for part in user.content if isinstance(part, MediaPart)] == [b"scene", b"question"]

@@ -149,6 +149,7 @@ GET: dict[str, tuple[Any, str]] = {
     "/metrics": ("text/plain", "Prometheus metrics."),
     "/openapi.json": ("application/json", "This document."),
     "/": ("text/html", "A page to try the model from."),
+    "/page/examples": (server.Examples, "The model's own examples, which the page offers."),
 }
 """Path → (a type of `answers`, or a media type; description)."""
 _PAGE = ("after", "limit", "order")

@@ -1,4 +1,4 @@
-"""The web page at `/`, in one file.
+"""The web page at `/`, in one file, and the model's own examples, which it offers (`examples`).
 
 Doors: `page`.
 """

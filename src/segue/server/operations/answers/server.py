@@ -1,8 +1,8 @@
-"""Answers about the server, its models and its tokenizer."""
+"""Answers about the server, its models, their examples and its tokenizer."""
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from segue.orchestrator.service import StageHealth
 
@@ -55,6 +55,19 @@ class Model(TypedDict):
 class Models(TypedDict):
     object: Literal["list"]
     data: list[Model]
+
+
+class Example(TypedDict):
+    title: str
+    messages: NotRequired[list[dict[str, Any]]]
+    prompt: NotRequired[str]
+    image: NotRequired[str]
+    answer: NotRequired[str]
+
+
+class Examples(TypedDict):
+    object: Literal["list"]
+    data: list[Example]
 
 
 class Voices(TypedDict):
