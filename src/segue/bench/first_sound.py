@@ -4,7 +4,7 @@ the same models one after the other."""
 from __future__ import annotations
 
 from segue.bench.harness.hardware import Machine
-from segue.bench.harness.report import host, page, table
+from segue.bench.harness.report import of_run, page, table
 from segue.bench.harness.results import Growing, now
 from segue.bench.harness.stats import ratio, summary
 
@@ -33,7 +33,6 @@ def markdown(result: SoundResult) -> str:
         compared = ratio([list(zip(graph, times, strict=True))])
         spread = f"{summary(times).p50:.2f} ({min(times):.2f}–{max(times):.2f})"
         rows.append([side, str(len(times)), spread, f"{compared.mean:.2f}×"])
-    of_run = f"{result.finished[:10]}, commit {result.machine.commit}. {host(result.machine, result.machine.packages)}"
     asked = f"One request at a time; a reply has {result.tokens} tokens."
     head = ["side", "requests", "first sound, s", "the graph's of it"]
-    return page([of_run, asked, *result.unfinished, table(head, rows)])
+    return page([of_run(result), asked, *result.unfinished, table(head, rows)])

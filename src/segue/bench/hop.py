@@ -19,11 +19,9 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ from segue.bench.harness.hardware import Machine, machine
 from segue.bench.harness.process import python_path
 from segue.bench.harness.report import Columns, table_of
 from segue.bench.harness.results import VERSION, now, read_values, write_result
+from segue.bench.harness.rounds import median_ratio, milliseconds, rotated
 from segue.cli.parser import Parser
 from segue.connectors.base import Arrived
 from segue.connectors.shm.connector import SharedMemoryConnector
@@ -110,21 +109,13 @@ def measure(size: int, rounds: int) -> dict[str, list[float]]:
     )
     theirs.close()
     connector = SharedMemoryConnector(f"hop-producer-{os.getpid()}", pool_bytes=max(64 << 20, 2 * size))
-    seconds: dict[str, list[float]] = {"memcpy": [], "put": [], "hop": [], "in place": []}
     try:
         hop = Hop(size, connector, ours)
-        steps: list[Callable[[], dict[str, float]]] = [hop.memcpy, hop.hop, hop.in_place]
-        for round_ in range(WARM_UP + rounds):
-            for step in steps:
-                for name, value in step().items():
-                    if round_ >= WARM_UP:
-                        seconds[name].append(value)
-            steps.append(steps.pop(0))
+        return rotated([hop.memcpy, hop.hop, hop.in_place], WARM_UP, rounds)
     finally:
         ours.close()
         consumer.wait()
         connector.close()
-    return seconds
 
 
 class HopRow(msgspec.Struct):
@@ -150,12 +141,9 @@ class HopResult(msgspec.Struct, kw_only=True):
 
 def report(size: int, seconds: dict[str, list[float]], found: Machine) -> HopResult:
     """The result from the seconds of each round."""
-    rows = {}
-    for name, values in seconds.items():
-        ratios = [value / copy for value, copy in zip(values, seconds["memcpy"], strict=True)]
-        p90 = statistics.quantiles(values, n=10)[-1]
-        rows[name] = HopRow(statistics.median(values) * 1e3, p90 * 1e3, statistics.median(ratios))
-    return HopResult(finished=now(), machine=found, bytes=size, rounds=len(seconds["memcpy"]), rows=rows)
+    copies = seconds["memcpy"]
+    rows = {name: HopRow(*milliseconds(one), median_ratio(one, copies)) for name, one in seconds.items()}
+    return HopResult(finished=now(), machine=found, bytes=size, rounds=len(copies), rows=rows)
 
 
 def hop_table(result: HopResult) -> str:

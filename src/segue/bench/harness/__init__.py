@@ -2,5 +2,5 @@
 namespaces, load, meters, statistics, result files and reports.
 
 Doors: `arguments`, `async_omni`, `device`, `hardware`, `library`, `load`, `meters`, `namespaces`, `process`, `report`,
-`results`, `stats`.
+`results`, `rounds`, `stats`.
 """

@@ -11,11 +11,14 @@ import asyncio
 import os
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import msgspec
 import psutil
+
+from segue.bench.harness.load import LoadDriver, Turn, turn
 
 SAMPLE_SECONDS = 1.0
 """Sampling interval: reading PSS walks the page tables, so it must be rare."""
@@ -102,3 +105,16 @@ class Watch:
         pss, rss = await asyncio.to_thread(memory, list(self._names))
         self.usage.peak_pss_bytes = max(self.usage.peak_pss_bytes, pss)
         self.usage.peak_rss_bytes = max(self.usage.peak_rss_bytes, rss)
+
+
+def watched(drivers: Sequence[LoadDriver[Any, Any]]) -> tuple[Turn, dict[str, SideUsage]]:
+    """A context for each side's turns in `in_turn`, and what the sides will have used in them, by name."""
+    everyone = [pid for driver in drivers for pid in driver.processes()]
+    watches = {driver.name: Watch(driver.processes(), everyone) for driver in drivers}
+
+    @asynccontextmanager
+    async def its_turn(driver: LoadDriver[Any, Any], together: int) -> AsyncIterator[None]:
+        async with turn(driver, together), watches[driver.name].watching():
+            yield
+
+    return its_turn, {name: watch.usage for name, watch in watches.items()}

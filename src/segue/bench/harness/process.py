@@ -46,6 +46,18 @@ class Loading(Protocol):
     def threads(self) -> int: ...
 
 
+class ModelOptions(msgspec.Struct, kw_only=True):
+    """Options for loading a model; a process receives them as JSON in `argv`."""
+
+    model_dir: str
+    dtype: str
+    threads: int
+
+
+class Loaded(msgspec.Struct, tag=True):
+    """The model is loaded."""
+
+
 PolicyT = TypeVar("PolicyT", bound=msgspec.Struct)
 OptionsT = TypeVar("OptionsT", bound=Loading)
 RequestT = TypeVar("RequestT", bound=Numbered)

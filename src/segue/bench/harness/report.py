@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from segue.bench.harness.hardware import Machine
+from segue.bench.harness.results import Growing
 from segue.bench.harness.stats import Summary
 
 R = TypeVar("R")
@@ -54,6 +55,11 @@ def host(machine: Machine, packages: Mapping[str, str]) -> str:
         f"{machine.cores} cores of {machine.cpu}, {machine.memory_bytes / 2**30:.0f} GiB{gpus}; {machine.system}, "
         f"Python {machine.python}, {versions(packages)}. Load average at the start: {load}."
     )
+
+
+def of_run(result: Growing) -> str:
+    """When, of which commit and where a result was measured."""
+    return f"{result.finished[:10]}, commit {result.machine.commit}. {host(result.machine, result.machine.packages)}"
 
 
 def startup_table(startup: Mapping[str, float]) -> str:
