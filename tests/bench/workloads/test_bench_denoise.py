@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from segue.bench.main import main
-from segue.bench.steps.denoise_sides import Painted, row_flops
+from segue.bench.steps.denoise import Painted, row_flops
 from segue.engines.diffusion.contract import DenoiserContext
 from segue.models.registry import family_of, read_config
 from segue.models.shared.diffusion.shapes import SHAPES, write_shape

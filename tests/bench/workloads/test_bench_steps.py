@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from segue.bench.main import main
-from segue.bench.steps.work import work_of
+from segue.bench.steps.results import work_of
 from segue.models.text.causal_lm.shapes import SHAPES, write_shape
 
 pytestmark = pytest.mark.slow

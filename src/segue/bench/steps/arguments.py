@@ -43,7 +43,7 @@ def start_steps(bench: StepsBench) -> int:
     if bench.output < 2:
         raise ConfigError(f"output is {bench.output}; it must be at least 2: the first token comes from prefill")
     # with torch and matplotlib: not for --help
-    from segue.bench.steps.report import markdown, plot
+    from segue.bench.steps.results import markdown, plot
     from segue.bench.steps.steps import run
     from segue.models.text.causal_lm.shapes import write_shape
 
