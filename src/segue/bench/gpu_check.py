@@ -26,7 +26,7 @@ import msgspec
 from segue.bench.harness.arguments import progress
 from segue.bench.harness.hardware import Machine, machine
 from segue.bench.harness.process import python_path
-from segue.bench.harness.report import table
+from segue.bench.harness.report import table, versions
 from segue.bench.harness.results import VERSION, now, write_result
 from segue.cli.parser import Parser
 from segue.graph.machine.hardware import detect_hardware
@@ -78,26 +78,29 @@ class GpuReport(msgspec.Struct, kw_only=True):
 
 def steps(out: Path) -> list[Step]:
     """The steps of a GPU check, those that verify most first; 40 minutes in total."""
-    tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    tests += ["-o", "filterwarnings=default"]  # versions may differ from the pinned ones
-    bench = [sys.executable, "-m", "segue.cli", "bench"]
-    of_steps = [*bench, "steps", "--batches", "1,32,128", "--prefills", "128,2048,8192", "--repeats", "2"]
-    omni = [*bench, "omni", "--shape", "7b", "--device", "cuda", "--concurrency", "4"]
+
+    def tests(options: str) -> list[str]:
+        words = "-m pytest -q -m gpu -p no:cacheprovider"
+        warnings = "-o filterwarnings=default"  # versions may differ from the pinned ones
+        return [sys.executable, *words.split(), *warnings.split(), *options.split()]
+
+    def bench(options: str, name: str) -> list[str]:
+        return [sys.executable, "-m", "segue.cli", "bench", *options.split(), "--out", str(out / name)]
+
+    of_steps = "steps --batches 1,32,128 --prefills 128,2048,8192 --repeats 2"
+    few = "--concurrency 4 --requests 4 --rounds 1 --warmup 1 --baseline one"
     return [
         Step(
             name="A",
             what="kernels, connectors and shared weights against their references",
-            command=[*tests, "tests/kernels", "tests/connectors", "tests/worker"],
+            command=tests("tests/kernels tests/connectors tests/worker"),
             minutes=4,
             expected="all pass; at risk: out of resources at width 512 in float32",
         ),
         Step(
             name="B",
             what="decode steps and prefill of a 7B shape",
-            command=[
-                *[*of_steps, "--sides", "segue", "--profile", "1,128", "--seconds", "300"],
-                *["--out", str(out / "B")],
-            ],
+            command=bench(f"{of_steps} --sides segue --profile 1,128 --seconds 300", "B"),
             minutes=5,
             expected="steps recorded at least 95% (0: capture failed, the warning says why); decode at most 1.9 times "
             "the bandwidth bound, prefill at least 55% of the ceiling; about 38 kernels per layer in the profile",
@@ -105,7 +108,7 @@ def steps(out: Path) -> list[Step]:
         Step(
             name="C",
             what="attention of a decode step by itself",
-            command=[*bench, "attention", "--tiles", "--out", str(out / "C")],
+            command=bench("attention --tiles", "C"),
             minutes=6,
             expected="long and many sequences near the bandwidth of B's copy, 63 short with a long one not far below; "
             "the best tile per level is the last table",
@@ -113,41 +116,35 @@ def steps(out: Path) -> list[Step]:
         Step(
             name="D",
             what="whole systems: forked workers, kill and restart, compiled, quantised, images",
-            command=[*tests, "tests/e2e/server/test_gpu_served.py", "tests/bench"],
+            command=tests("tests/e2e/server/test_gpu_served.py tests/bench"),
             minutes=5,
             expected="all pass",
         ),
         Step(
             name="H",
             what="every family of `segue tiny` on the GPU against the CPU",
-            command=[*tests, "-n", "6", "tests/e2e/server/test_gpu_families.py"],
+            command=tests("-n 6 tests/e2e/server/test_gpu_families.py"),
             minutes=8,
             expected="all pass; at risk: codes of recordings, which flip by rounding",
         ),
         Step(
             name="E",
             what="a denoiser against the library",
-            command=[
-                *[*bench, "denoise", "--steps", "10", "--sides", "segue,segue-compiled,eager,compiled"],
-                *["--seconds", "300", "--out", str(out / "E")],
-            ],
+            command=bench("denoise --steps 10 --sides segue,segue-compiled,eager,compiled --seconds 300", "E"),
             minutes=6,
             expected="segue like eager, segue-compiled like compiled",
         ),
         Step(
             name="F",
             what="B again with compiled layers",
-            command=[*of_steps, "--sides", "segue-compiled", "--seconds", "150", "--out", str(out / "F")],
+            command=bench(f"{of_steps} --sides segue-compiled --seconds 150", "F"),
             minutes=3,
             expected="steps recorded at least 95%; decode below B's, since elementwise kernels are fused",
         ),
         Step(
             name="G",
             what="an omni model of 7B against the library, few requests",
-            command=[
-                *[*omni, "--requests", "4", "--rounds", "1", "--warmup", "1", "--baseline", "one"],
-                *["--out", str(out / "G")],
-            ],
+            command=bench(f"omni --shape 7b --device cuda {few}", "G"),
             minutes=3,
             expected="every request answered; JCT, RTF and time to first audio of both sides",
         ),
@@ -225,13 +222,8 @@ def run_step(step: Step, out: Path, left: float) -> Ran:
         with suppress(ProcessLookupError):  # leftover processes would take device memory from the next step
             os.killpg(process.pid, signal.SIGKILL)
     lines = path.read_text(errors="replace").splitlines()
-    return Ran(
-        name=step.name,
-        status=status,
-        seconds=time.monotonic() - began,
-        timed_out=timed_out,
-        tail="\n".join(lines[-TAIL_LINES:]),
-    )
+    seconds, tail = time.monotonic() - began, "\n".join(lines[-TAIL_LINES:])
+    return Ran(name=step.name, status=status, seconds=seconds, timed_out=timed_out, tail=tail)
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
@@ -253,7 +245,6 @@ def _driver() -> str:
 def markdown(report: GpuReport) -> str:
     """The report in Markdown."""
     found = report.machine
-    versions = ", ".join(f"{name} {version}" for name, version in found.packages.items())
     rows = [
         [step.name, step.what, ran.said, f"{ran.seconds:.0f} s of {60 * step.minutes:.0f}", step.expected]
         for step, ran in zip(report.steps, report.ran, strict=False)
@@ -261,7 +252,7 @@ def markdown(report: GpuReport) -> str:
     parts = [
         f"# GPU check, {report.began}",
         f"{', '.join(found.gpus) or 'no GPU'}; driver: {report.driver}; {found.cores} cores of {found.cpu}; "
-        f"{found.system}, Python {found.python}, {versions}.",
+        f"{found.system}, Python {found.python}, {versions(found.packages)}.",
         table(["step", "what", "result", "time", "expected"], rows),
     ]
     for step, ran in zip(report.steps, report.ran, strict=False):
