@@ -12,14 +12,13 @@ import pytest
 from bench_fakes import outcome, request
 
 from segue.bench import figures as pages
-from segue.bench.comparisons import comparison_table, of_omni
+from segue.bench.comparisons import comparison_table, headline_table, headlines, of_omni
 from segue.bench.first_sound import sound_result
 from segue.bench.harness.hardware import Machine, machine
 from segue.bench.harness.meters import SideUsage
 from segue.bench.harness.report import result_path, write_report
 from segue.bench.harness.results import measure, read_values, result_of, write_result
 from segue.bench.harness.stats import HistogramFigures, Ratio, Summary
-from segue.bench.headlines import headline_table, headlines
 from segue.bench.omni.outcome import OmniSlice, WrongWork
 from segue.bench.omni.report import markdown, plot, typical
 from segue.bench.omni.results import (
@@ -34,8 +33,8 @@ from segue.bench.omni.results import (
     figures,
     ratios,
 )
-from segue.bench.own.results import OwnResult
-from segue.bench.own.results import Row as OwnRow
+from segue.bench.own import OwnResult
+from segue.bench.own import Row as OwnRow
 from segue.bench.plain.comparison import ALL, LOOP, SEGUE, PlainResult
 from segue.bench.plain.comparison import Row as PlainRow
 from segue.messages.errors import ConfigError

@@ -1,5 +1,5 @@
-"""Extract comparisons of Segue with its rivals from results: one row per load and rival, with the figure of every
-round.
+"""Comparisons of Segue with its rivals, from results: one row per load and rival with the figure of every round, for
+docs/benchmarks.md, and with Segue's gain alone, for the README.
 
 Rounds are pairs (the sides take turns with the same requests), so a gain is computed per round, and its median is
 reported with the minimum and maximum.
@@ -7,14 +7,18 @@ reported with the minimum and maximum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from string import ascii_uppercase
+from typing import Any
 
+from segue.bench import first_sound
 from segue.bench.diffusion.results import DiffusionResult
-from segue.bench.harness.hardware import Machine
 from segue.bench.harness.report import table
 from segue.bench.omni.results import LevelResult, Result
+from segue.bench.own import OwnResult
+from segue.bench.plain.comparison import ALL, SEGUE, PlainResult
 from segue.bench.text.results import TextResult
 
 GIB = 2**30
@@ -28,7 +32,7 @@ class Comparison:
     load: str
     figure: str
     """Name and unit of the compared figure."""
-    lower_is_better: bool
+    lower_is_better: bool = False
     segue: str
     """Name of the side, with its precision."""
     rival: str
@@ -37,7 +41,7 @@ class Comparison:
     theirs: Sequence[float]
     memory: tuple[int, int]
     """Bytes of Segue's processes and of the rival's; 0: not measured."""
-    headline: bool
+    headline: bool = True
     """Whether the README shows it: both sides compute in the same precision."""
 
     @property
@@ -52,27 +56,31 @@ class Measured:
     """The contents of one result file."""
 
     title: str
-    machine: Machine
-    finished: str
-    rounds: int
+    result: Result | TextResult | DiffusionResult
     requests: str
     """Requests per round and side, in words."""
-    alike: bool
-    """Whether all sides had the same allocator settings, huge pages and spinning."""
-    notes: Sequence[str]
+    notes: Sequence[str] = ()
     comparisons: Sequence[Comparison]
     more: str = ""
     """Tables of figures that are not comparisons."""
 
     @property
+    def environment(self) -> str:
+        """Which settings of the process the sides shared."""
+        if self.result.settings.environment:
+            return "allocator, huge pages and spinning alike on all sides"
+        return "allocator settings and huge pages on Segue's side only"
+
+    @property
     def conditions(self) -> str:
         """One sentence: machine, date, commit, rounds, and the sides' settings."""
-        machine, notes = self.machine, [environment(self.alike), *self.notes]
+        machine, notes = self.result.machine, [self.environment, *self.notes]
+        rounds = f"{self.result.settings.rounds} interleaved rounds of {self.requests} per side"
         packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items() if name != "segue")
         return (
             f"{machine.cores} cores of {machine.cpu}, {machine.memory_bytes / GIB:.0f} GiB, {packages}; "
-            f"{self.finished[:10]}, commit {machine.commit}; {self.rounds} interleaved rounds of {self.requests} "
-            f"per side; {'; '.join(notes)}; load average at the start {machine.load_average[0]:.1f}."
+            f"{self.result.finished[:10]}, commit {machine.commit}; {rounds}; "
+            f"{'; '.join(notes)}; load average at the start {machine.load_average[0]:.1f}."
         )
 
 
@@ -120,12 +128,8 @@ def of_omni(result: Result) -> Measured:
                 )
     return Measured(
         title=f"Speech from {_MEDIA[settings.workload]} ({settings.model})",
-        machine=result.machine,
-        finished=result.finished,
-        rounds=settings.rounds,
+        result=result,
         requests=f"{settings.requests} requests",
-        alike=bool(settings.environment),
-        notes=[],
         comparisons=made,
         more=_hops(result.levels),
     )
@@ -159,7 +163,6 @@ def of_text(result: TextResult) -> Measured:
                     Comparison(
                         load=scenario.name,
                         figure="output tokens/s",
-                        lower_is_better=False,
                         segue=settings.precision.get(side, settings.dtype),
                         rival=f"{rival.partition(' in ')[0]}, {settings.precision.get(rival, settings.dtype)}",
                         mine=mine.by_round,
@@ -171,11 +174,8 @@ def of_text(result: TextResult) -> Measured:
     start_up = ", ".join(f"{side} {seconds:.0f} s" for side, seconds in result.startup.items())
     return Measured(
         title=f"Text ({settings.model}, weights in {settings.kept or 'float32'} on disk)",
-        machine=result.machine,
-        finished=result.finished,
-        rounds=settings.rounds,
+        result=result,
         requests="as many requests as clients, at least 4,",
-        alike=bool(settings.environment),
         notes=[f"vLLM {settings.vllm}", f"start-up: {start_up}"],
         comparisons=made,
     )
@@ -192,23 +192,18 @@ def of_diffusion(result: DiffusionResult) -> Measured:
                 Comparison(
                     load=scenario.name.replace(" x ", "×"),
                     figure="steps/s",
-                    lower_is_better=False,
                     segue=settings.dtype,
                     rival=f"{rival}, {settings.dtype}",
                     mine=mine.by_round,
                     theirs=theirs.by_round,
                     memory=(mine.pss_bytes, theirs.pss_bytes),
-                    headline=True,
                 )
             )
     largest = max(side.largest_difference for one in result.scenarios for side in one.sides.values())
     return Measured(
         title=f"Images ({settings.model}, {settings.pipeline})",
-        machine=result.machine,
-        finished=result.finished,
-        rounds=settings.rounds,
+        result=result,
         requests=f"{settings.requests} images ({settings.requests // 2} with one client)",
-        alike=bool(settings.environment),
         notes=[
             f"diffusers {settings.versions['diffusers']}",
             f"the images of both sides differ by at most {255 * largest:.0f} of 255 levels",
@@ -217,8 +212,68 @@ def of_diffusion(result: DiffusionResult) -> Measured:
     )
 
 
-def environment(alike: bool) -> str:
-    """Say which settings of the process the sides shared."""
-    if alike:
-        return "allocator, huge pages and spinning alike on all sides"
-    return "allocator settings and huge pages on Segue's side only"
+# --- the README
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A row. `gains`: one per round (per request, if only requests were counted); above 1 Segue is better."""
+
+    title: str
+    load: str
+    figure: str
+    rival: str
+    gains: Sequence[float]
+    origin: str
+    """Machine, date and commit."""
+
+
+def headlines(result: Any, measured: Measured | None, name: str) -> Iterator[Headline]:
+    """Yield what the README says of one result; nothing for the kinds that have no rival. `name`: of its file."""
+    machine = result.machine
+    origin = f"{machine.cores} cores of {machine.cpu}, {result.finished[:10]}, {machine.commit}"
+    if measured is not None:
+        origin = origin if measured.result.settings.environment else f"{origin}, {measured.environment}"
+        for row in measured.comparisons:
+            if row.headline:
+                figure, _, _ = row.figure.partition(", ")
+                yield Headline(measured.title, row.load, figure, row.rival, row.gains, origin)
+    elif isinstance(result, OwnResult):
+        for one in result.rows:
+            if not one.side.startswith(SEGUE):
+                title = f"A video model of one's own ({name})"
+                yield _jct(title, one.clients, one.side, one.jct_ratio.by_round, origin)
+    elif isinstance(result, PlainResult):
+        for each in result.rows:
+            if each.kind == ALL and each.side != SEGUE:
+                kinds = {row.kind for row in result.rows} - {ALL}
+                title = f"{_NAMES[result.benchmark]}: {', '.join(sorted(kinds))}"
+                yield _jct(title, each.clients, each.side, each.jct_ratio.by_round, origin)
+    elif isinstance(result, first_sound.SoundResult):
+        pairs = zip(result.seconds[first_sound.GRAPH], result.seconds[first_sound.CHAIN], strict=True)
+        gains = [theirs / mine for mine, theirs in pairs]
+        rival = f"the same models {first_sound.CHAIN}"
+        yield Headline("Three models in one graph", "1 client", "first audio", rival, gains, origin)
+
+
+_NAMES = {"bagel": "BAGEL", "mimo-audio": "MiMo-Audio"}
+
+
+def _jct(title: str, clients: int, rival: str, ratios: Sequence[float], origin: str) -> Headline:
+    """`ratios`: of Segue's JCT by the rival's, one per round."""
+    load = f"{clients} client{'s' if clients > 1 else ''}"
+    return Headline(title, load, "JCT", rival, [1 / one for one in ratios], origin)
+
+
+def headline_table(rows: Sequence[Headline]) -> str:
+    """A Markdown table and its key. A gain is bold if Segue was better in every round; a title stands once."""
+    origins = list(dict.fromkeys(row.origin for row in rows))
+    cells, last = [], ""
+    for row in rows:
+        gain = f"{spread(row.gains, 2)}×"
+        gain = f"**{gain}**" if min(row.gains) > 1 else gain
+        title, last = (row.title if row.title != last else ""), row.title
+        cells.append([title, row.load, row.figure, row.rival, gain, ascii_uppercase[origins.index(row.origin)]])
+    head = ["what", "load", "figure", "rival", "Segue's gain", "measured"]
+    key = "; ".join(f"{letter}: {origin}" for letter, origin in zip(ascii_uppercase, origins, strict=False))
+    return f"{table(head, cells)}\n\nMeasured on, date, commit: {key}."

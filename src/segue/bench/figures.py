@@ -12,21 +12,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from segue.bench import first_sound
-from segue.bench.comparisons import Measured, comparison_table, of_diffusion, of_omni, of_text
+from segue.bench import comparisons, first_sound, own
+from segue.bench.comparisons import Measured
 from segue.bench.diffusion import losses
 from segue.bench.diffusion import report as diffusion_report
 from segue.bench.diffusion.results import DiffusionResult
 from segue.bench.harness.results import read_values, result_of
-from segue.bench.headlines import headline_table, headlines
 from segue.bench.hop import HopResult, hop_table
-from segue.bench.hosts.results import HostsResult
-from segue.bench.hosts.results import markdown as hosts_report
-from segue.bench.hosts.scale import scale
+from segue.bench.hosts import results as hosts
 from segue.bench.omni import report
 from segue.bench.omni.results import Result
-from segue.bench.own.results import OwnResult
-from segue.bench.own.results import markdown as own_report
 from segue.bench.plain import comparison as plain
 from segue.bench.text import report as text_report
 from segue.bench.text.results import TextResult
@@ -34,29 +29,20 @@ from segue.messages.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
-_KINDS: dict[str, tuple[Any, Callable[[Any], str], Callable[[Any], Measured] | None]] = {
-    "omni": (Result, report.markdown, of_omni),
-    "text": (TextResult, text_report.markdown, of_text),
-    "diffusion": (DiffusionResult, diffusion_report.markdown, of_diffusion),
+_KINDS: dict[str, tuple[Any, Callable[[Any], str], Callable[[Any], Measured] | str | None]] = {
+    "omni": (Result, report.markdown, comparisons.of_omni),
+    "text": (TextResult, text_report.markdown, comparisons.of_text),
+    "diffusion": (DiffusionResult, diffusion_report.markdown, comparisons.of_diffusion),
     "losses": (losses.LossResult, losses.markdown, None),
-    "own": (OwnResult, own_report, None),
-    "bagel": (plain.PlainResult, plain.markdown, None),
-    "mimo-audio": (plain.PlainResult, plain.markdown, None),
-    "first-sound": (first_sound.SoundResult, first_sound.markdown, None),
-    "hop": (HopResult, hop_table, None),
-    "hosts": (HostsResult, hosts_report, None),
+    "own": (own.OwnResult, own.markdown, "A video model of one's own"),
+    "bagel": (plain.PlainResult, plain.markdown, "BAGEL"),
+    "mimo-audio": (plain.PlainResult, plain.markdown, "MiMo-Audio"),
+    "first-sound": (first_sound.SoundResult, first_sound.markdown, "First sound of three models in one graph"),
+    "hop": (HopResult, hop_table, "Bytes between workers"),
+    "hosts": (hosts.HostsResult, hosts.markdown, "Two hosts"),
 }
-"""Benchmark → type of its result, its full report, its comparisons."""
-_ORDER = tuple(_KINDS)
-_TABLES = {
-    "own": "A video model of one's own",
-    "bagel": "BAGEL",
-    "mimo-audio": "MiMo-Audio",
-    "first-sound": "First sound of three models in one graph",
-    "hop": "Bytes between workers",
-    "hosts": "Two hosts",
-}
-"""Title of the section of each benchmark whose full report is short enough for the page."""
+"""Benchmark → type of its result, its full report, and its part of docs/benchmarks.md: comparisons, or the title of a
+section with the full report, where that is short enough. In the order of the page."""
 
 
 def read(path: Path) -> tuple[str, Any]:
@@ -77,17 +63,19 @@ def full(path: Path) -> str:
 def pages(root: Path) -> dict[Path, str]:
     """The pages, generated from the results of this checkout. Raises `ConfigError`."""
     found = [(*read(path), path) for path in sorted((root / "bench" / "results").glob("*.json"))]
-    found.sort(key=lambda one: _ORDER.index(one[0]))
-    measured = [of(result) if (of := _KINDS[kind][2]) is not None else None for kind, result, _ in found]
-    sections = [_section(one, path) for one, (_, _, path) in zip(measured, found, strict=True) if one is not None]
+    found.sort(key=lambda one: list(_KINDS).index(one[0]))
+    sections: list[str] = []
+    rows: list[comparisons.Headline] = []
     for kind, result, path in found:
-        if kind in _TABLES:
-            sections.append(f"### {_TABLES[kind]}\n\n`bench/results/{path.name}`. {_KINDS[kind][1](result).strip()}")
-    rows = [
-        row for one, (_, result, path) in zip(measured, found, strict=True) for row in headlines(result, one, path.stem)
-    ]
-    short = [headline_table(rows)]
-    reckoned = [scale([result for kind, result, _ in found if kind == "hosts"])]
+        _, in_full, part = _KINDS[kind]
+        measured = None if part is None or isinstance(part, str) else part(result)
+        if measured is not None:
+            sections.append(_section(measured, path))
+        elif part is not None:
+            sections.append(f"### {part}\n\n`bench/results/{path.name}`. {in_full(result).strip()}")
+        rows += comparisons.headlines(result, measured, path.stem)
+    short = [comparisons.headline_table(rows)]
+    reckoned = [hosts.scale([result for kind, result, _ in found if kind == "hosts"])]
     made = {}
     for page, body in (("README.md", short), ("docs/benchmarks.md", sections), ("docs/scale.md", reckoned)):
         path = root / page
@@ -97,7 +85,7 @@ def pages(root: Path) -> dict[Path, str]:
 
 def _section(measured: Measured, path: Path) -> str:
     parts = [f"### {measured.title}", f"`bench/results/{path.name}`: {measured.conditions}"]
-    parts += [comparison_table(measured.comparisons), measured.more]
+    parts += [comparisons.comparison_table(measured.comparisons), measured.more]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -6,12 +6,12 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 
+from segue.bench import own
 from segue.bench.diffusion import arguments as diffusion
 from segue.bench.gpu_check import add_gpu
 from segue.bench.harness.arguments import add_command
 from segue.bench.hosts import arguments as hosts
 from segue.bench.omni import arguments as omni
-from segue.bench.own import arguments as own
 from segue.bench.plain import bagel, mimo_audio
 from segue.bench.plain import comparison as plain
 from segue.bench.steps import arguments as steps

@@ -16,10 +16,20 @@ from segue.bench.harness.results import read_values, result_of
 from segue.bench.harness.stats import Ratio, Summary
 from segue.bench.hosts import limit
 from segue.bench.hosts.hops import FURTHER
+from segue.bench.hosts.hosts import sides
 from segue.bench.hosts.limit import Asked
-from segue.bench.hosts.results import BARE, MEMCPY, HopRow, HostsResult, JctRow, LimitRow, LossRow, hop_table, markdown
-from segue.bench.hosts.scale import scale
-from segue.bench.hosts.serving import sides
+from segue.bench.hosts.results import (
+    BARE,
+    MEMCPY,
+    HopRow,
+    HostsResult,
+    JctRow,
+    LimitRow,
+    LossRow,
+    hop_table,
+    markdown,
+    scale,
+)
 from segue.bench.main import main
 from segue.messages.errors import ConfigError
 

@@ -1,6 +1,6 @@
-"""`segue bench hosts`: what it costs to leave one machine. `hops` measures payloads on their way to another process, of
-which `consumer` is the program; `serving` has a model over two hosts; `limit` is the program that measures the
-orchestrator, with the workers of `simulated`; `scale` reckons from the results.
+"""`segue bench hosts`: what it costs to leave one machine. `hops` measures payloads on their way to another process,
+and `hosts` a model over two hosts; `limit` is the program that measures the orchestrator, with the workers of
+`simulated`; `results` has the tables, and what they mean for more workers and hosts (`docs/scale.md`).
 
-Doors: `arguments`, `results`, `scale`.
+Doors: `arguments`, `results`.
 """

@@ -1,13 +1,15 @@
-"""The options of `segue bench hosts`."""
+"""The options of `segue bench hosts`, and the two hosts of a run: network namespaces where they can be made, else this
+machine's loopback interface."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from segue.bench.harness import namespaces
 from segue.bench.harness.arguments import ModelBench, counts, execute, option, some_of
-from segue.bench.hosts.network import Network, two_hosts
 from segue.cli.parser import count
 from segue.messages.errors import ConfigError
 
@@ -15,6 +17,32 @@ PARTS = ("hops", "jct", "loss", "limit")
 SIZES = ("tiny", "small", "medium")
 NEEDS = ("psutil",)
 _ASSETS = Path(__file__).parents[4] / "assets"
+
+
+@dataclass(frozen=True)
+class Network:
+    """Two hosts. This process is on the near one."""
+
+    said: str
+    """What they are, for the report."""
+    near: namespaces.Host | namespaces.Loopback
+    far: namespaces.Host | namespaces.Loopback
+
+    @property
+    def apart(self) -> bool:
+        """Whether nobody else is on their network."""
+        return isinstance(self.near, namespaces.Host)
+
+
+@contextmanager
+def two_hosts() -> Iterator[Network]:
+    """Make two hosts; within it, the network of this thread, and of those it starts, is the near one's."""
+    if not namespaces.possible():
+        alone = namespaces.Loopback()
+        yield Network("loopback: this machine makes no network namespaces", alone, alone)
+        return
+    with namespaces.hosts(2) as (near, far), namespaces.inside(near):
+        yield Network("two network namespaces, joined by veth pairs and a bridge", near, far)
 
 
 @dataclass(frozen=True, kw_only=True)

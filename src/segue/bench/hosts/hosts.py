@@ -1,35 +1,55 @@
-"""`segue bench hosts`: what it costs to leave one machine."""
+"""`segue bench hosts`: what it costs to leave one machine. A model is on one host, or on two: the server's side in this
+process, the other host's agent by `segue join`."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import random
+import secrets
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import psutil
 
 from segue.bench.harness.hardware import machine
-from segue.bench.harness.load import by_side, closed, in_turn, outcomes_of, serving, warm_up
+from segue.bench.harness.load import closed, in_turn, outcomes_of, serving, warm_up
 from segue.bench.harness.process import python_path
 from segue.bench.harness.results import Level, measure
-from segue.bench.harness.stats import mean, ratio, summary
+from segue.bench.harness.rounds import compared
+from segue.bench.harness.stats import mean, summary
 from segue.bench.hosts import hops
 from segue.bench.hosts.arguments import HostsBench
 from segue.bench.hosts.limit import Asked
 from segue.bench.hosts.results import HostsResult, JctRow, LimitRow, LossRow, size_of
-from segue.bench.hosts.serving import HostsDriver, sides
 from segue.bench.omni.families import omni_family
 from segue.bench.omni.outcome import OmniSlice, Outcome
-from segue.bench.omni.workload import Material, Workload
+from segue.bench.omni.segue_driver import SegueDriver
+from segue.bench.omni.workload import BenchRequest, Material, Workload
+from segue.messages.addresses import SERVER
 from segue.messages.errors import StageFailed
+from segue.messages.join import Listen
 from segue.models.registry import read_config
 
+NODE = "node1"
+MOVED = ("talker", "vocoder")
+"""The stages that have workers on the other host."""
+SILENCE = 1e-4
 SPACING = 1_000_000
 """Index distance between levels, so that no request repeats and no cache has seen it."""
+_PATIENCE = 300.0
+"""Seconds until every worker is ready."""
+_STOP_SECONDS = 30.0
+_CLIENT_BLOCKS, _FEWEST_CLIENTS = 128, 16
+"""KV blocks per client, as in `segue bench omni`."""
 
 
 async def run(bench: HostsBench) -> HostsResult:
@@ -44,17 +64,11 @@ async def run(bench: HostsBench) -> HostsResult:
     )
     logs = bench.path.with_suffix("").resolve()
     logs.mkdir(parents=True, exist_ok=True)
-    levels: list[Level] = []
-    if "hops" in bench.parts:
-        levels.append(partial(_hops, bench, result, logs))
-    if "jct" in bench.parts:
-        levels.append(partial(_jct, bench, result, logs))
-    if "loss" in bench.parts:
-        levels.append(partial(_loss, bench, result, logs))
+    parts = {"hops": _hops, "jct": _jct, "loss": _loss}
+    levels: list[Level] = [partial(one, bench, result, logs) for part, one in parts.items() if part in bench.parts]
     if "limit" in bench.parts:
-        largest = max(bench.simulated)
         asked = [(workers, bench.steps[0]) for workers in bench.simulated]
-        asked += [(largest, steps) for steps in bench.steps[1:]]
+        asked += [(max(bench.simulated), steps) for steps in bench.steps[1:]]
         levels += [partial(_limit, bench, result, *one) for one in asked]
     return await measure(result, levels, bench.keep)
 
@@ -69,92 +83,191 @@ async def _hops(bench: HostsBench, result: HostsResult, logs: Path) -> None:
 # ── a model over two hosts ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _driver(bench: HostsBench, logs: Path, name: str, workers: int, nodes: Sequence[str]) -> HostsDriver:
-    family = omni_family(read_config(bench.model_dir), bench.model_dir)
-    most = max(bench.concurrency)
-    where = bench.hosts
-    return HostsDriver(name, bench.model_dir, family, where, logs, workers=workers, nodes=nodes, clients=most)
+class HostsDriver(SegueDriver):
+    """One side: the model with `workers` workers of each stage that moves, on these nodes in turn."""
+
+    def __init__(self, bench: HostsBench, logs: Path, name: str, workers: int, nodes: Sequence[str]) -> None:
+        """`logs`: directory of the agent's log."""
+        family = omni_family(config := read_config(bench.model_dir), bench.model_dir)
+        self._network, self._model_dir = bench.hosts, bench.model_dir
+        self._log = logs / f"{name.replace(' ', '-').replace(',', '')}.log"
+        address = bench.hosts.near.address
+        with socket.create_server((address, 0)) as free:
+            self._listen = Listen(address, free.getsockname()[1], secrets.token_hex(16))
+        self._joins = NODE in nodes
+        self._agent: subprocess.Popen[str] | None = None
+        self._news = asyncio.Event()
+        self._killed: set[int] = set()
+        """Process ids of workers that are dead, whatever the server knows."""
+        self.answered = asyncio.Event()
+        """Set by every answer."""
+        super().__init__(
+            bench.model_dir,
+            family.suppressed(config),
+            silence=SILENCE,
+            dtype="float32",
+            load_format="auto",
+            unspoken_codes=family.unspoken_codes,
+            config=deployment(workers, nodes, max(bench.concurrency)),
+            name=name,
+            on_progress=lambda worker, fraction, what: self._news.set(),
+            listen=self._listen if self._joins else None,
+        )
+
+    async def start(self) -> None:
+        """Return when every worker is ready."""
+        began = time.monotonic()
+        if self._joins:
+            self.join()
+        await super().start()
+        await self.whole()
+        self.startup = time.monotonic() - began
+
+    def join(self) -> None:
+        """Start the other host's agent."""
+        server = f"{self._listen.host}:{self._listen.port}"
+        self._agent = self._network.far.start(
+            *("-m", "segue.cli", "join", server, "--name", NODE, "--model", str(self._model_dir)),
+            mounts={self._model_dir: str(self._model_dir)},
+            log=self._log,
+            SEGUE_JOIN_TOKEN=self._listen.token,
+        )
+
+    async def whole(self) -> None:
+        """Return when every worker is ready, a killed host's anew. Raises `StageFailed` if that takes too long."""
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                while not self._whole():
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError as error:
+            end = self._log.read_text(errors="replace")[-2000:] if self._log.is_file() else ""
+            raise StageFailed(f"{self.name}: not every worker is ready after {_PATIENCE:g} s. {end}") from error
+        self._killed.clear()
+
+    def _whole(self) -> bool:
+        replicas = [one for stage in self._omni.health().stages.values() for one in stage.replicas]
+        return all(one.state == "ready" and one.pid not in self._killed for one in replicas)
+
+    def kill_host(self) -> None:
+        """SIGKILL every process of the other host: its agent, fork server and workers, in this order."""
+        assert self._agent is not None, "a side on two hosts"
+        agent = psutil.Process(self._agent.pid)
+        everything = [agent, *agent.children(recursive=True)]
+        self._killed |= {process.pid for process in everything}
+        for process in everything:
+            with suppress(psutil.NoSuchProcess):  # workers end with their agent
+                process.kill()
+        self._agent.wait()
+
+    async def run(self, request: BenchRequest) -> Outcome:
+        outcome = await super().run(request)
+        self.answered.set()
+        return outcome
+
+    async def stop(self) -> None:
+        await super().stop()
+        if self._agent is not None:
+            self._agent.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._agent.wait, _STOP_SECONDS)
+            self._agent.kill()
+            self._agent.wait()
+            self._agent = None
 
 
-def _workload(bench: HostsBench) -> Workload:
-    family = omni_family(read_config(bench.model_dir), bench.model_dir)
-    return Workload(Material.read(bench.assets), bench.seed, codes_per_token=family.codes_per_token)
+def deployment(workers: int, nodes: Sequence[str], clients: int) -> dict[str, Any]:
+    """Return the deployment of a side; `clients`: the most at a time. All sides divide the work among stages alike."""
+    # a request is sent twice, undisturbed and while a host is lost
+    cache = {"kv_blocks": _CLIENT_BLOCKS * max(_FEWEST_CLIENTS, clients), "prefix_caching": False}
+    stages: dict[str, dict[str, Any]] = {name: {"replicas": workers, "node": list(nodes)} for name in MOVED}
+    stages["talker"] |= cache
+    return {"defaults": {"devices": ["cpu"], "threads": 1}, "stages": {**stages, "thinker": cache}}
+
+
+def sides(workers: Sequence[int]) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """Return side → (workers of each stage that moves, their nodes). The first is that on one host; one worker on two
+    hosts is on the other one."""
+    found: dict[str, tuple[int, tuple[str, ...]]] = {"one host, 1 worker": (1, (SERVER,))}
+    for many in workers:
+        name = f"two hosts, {many} worker{'s' if many > 1 else ''}"
+        found[name] = (many, (NODE,) if many == 1 else (SERVER, NODE))
+    return found
+
+
+class Rounds:
+    """The requests of every level."""
+
+    def __init__(self, bench: HostsBench) -> None:
+        family = omni_family(read_config(bench.model_dir), bench.model_dir)
+        self._workload = Workload(Material.read(bench.assets), bench.seed, codes_per_token=family.codes_per_token)
+        self._rounds = bench.rounds
+
+    def level(self, number: int, clients: int, many: int) -> tuple[list[BenchRequest], list[list[BenchRequest]]]:
+        """Return requests of a level that do not count, and rounds of so `many`."""
+        take, start = self._workload.requests, number * SPACING
+        rounds = [take(start + round_ * many, many) for round_ in range(self._rounds)]
+        return take(start + SPACING // 2, max(4, clients)), rounds
 
 
 def _summary(taken: OmniSlice) -> str:
     return f"{taken.wall:.1f} s, mean JCT {mean([one.jct for one in taken.outcomes]):.2f} s"
 
 
-def _equal(pairs: Sequence[tuple[Outcome, Outcome]]) -> float:
-    """The share of pairs with the same reply and codes."""
-    return mean([float((a.text_ids, a.code_ids) == (b.text_ids, b.code_ids)) for a, b in pairs])
+def _same(one: Outcome, other: Outcome) -> bool:
+    """Whether reply and codes are the same."""
+    return (one.text_ids, one.code_ids) == (other.text_ids, other.code_ids)
 
 
 async def _jct(bench: HostsBench, result: HostsResult, logs: Path) -> None:
-    drivers = [_driver(bench, logs, name, *where) for name, where in sides(bench.workers).items()]
-    workload = _workload(bench)
+    drivers = [HostsDriver(bench, logs, name, *where) for name, where in sides(bench.workers).items()]
+    requests = Rounds(bench)
     async with serving(drivers, bench.say):
         for number, clients in enumerate(bench.concurrency):
-            many, load, start = max(bench.requests, clients), closed(clients), number * SPACING
-            bench.say(f"{clients} clients")
-            await warm_up(drivers, workload.requests(start + SPACING // 2, max(4, clients)), load, clients)
-            rounds = [workload.requests(start + round_ * many, many) for round_ in range(bench.rounds)]
-            slices = by_side(await in_turn(drivers, rounds, load, clients, bench.say, _summary))
-            first = slices[drivers[0].name]
-            for side, taken in slices.items():
-                pairs = [list(zip(a.outcomes, b.outcomes, strict=True)) for a, b in zip(taken, first, strict=True)]
-                mine = outcomes_of(taken)
-                result.jct.append(
-                    JctRow(
-                        clients,
-                        side,
-                        summary([one.jct for one in mine]),
-                        summary([one.ttfa for one in mine]),
-                        ratio([[(a.jct, b.jct) for a, b in both] for both in pairs]),
-                        _equal([pair for both in pairs for pair in both]),
-                    )
-                )
+            level = requests.level(number, clients, max(bench.requests, clients))
+            for side, one in (await compared(drivers, *level, clients, bench.say, _summary)).items():
+                jct, ttfa = one.summary(lambda it: it.jct), one.summary(lambda it: it.ttfa)
+                by_first = one.of_first(lambda it: it.jct)
+                result.jct.append(JctRow(clients, side, jct, ttfa, by_first, one.equal(_same)))
 
 
 async def _loss(bench: HostsBench, result: HostsResult, logs: Path) -> None:
     [(name, where)] = list(sides([2]).items())[1:]
-    driver, workload = _driver(bench, logs, f"{name}, one lost", *where), _workload(bench)
+    driver, requests = HostsDriver(bench, logs, f"{name}, one lost", *where), Rounds(bench)
     async with serving([driver], bench.say):
         for number, clients in enumerate(bench.concurrency):
             many, load = max(bench.requests, clients + 1), closed(clients)  # one runs after the first answer
-            start = (len(bench.concurrency) + number) * SPACING
-            await warm_up([driver], workload.requests(start + SPACING // 2, max(4, clients)), load, clients)
+            warm, rounds = requests.level(len(bench.concurrency) + number, clients, many)
+            await warm_up([driver], warm, load, clients)
             undisturbed: list[OmniSlice] = []
             lost: list[OmniSlice] = []
             back = []
-            for round_ in range(bench.rounds):
-                requests = workload.requests(start + round_ * many, many)
-                undisturbed += await in_turn([driver], [requests], load, clients, bench.say, _summary)
+            for round_, asked in enumerate(rounds):
+                undisturbed += await in_turn([driver], [asked], load, clients, bench.say, _summary)
                 driver.answered.clear()
                 phase = random.Random(f"{bench.seed}/{number}/{round_}").random()
                 usual = mean([one.jct for one in undisturbed[-1].outcomes])
                 killer = asyncio.create_task(_kill(driver, phase * usual))
                 try:
-                    lost += await in_turn([driver], [requests], load, clients, bench.say, _summary)
+                    lost += await in_turn([driver], [asked], load, clients, bench.say, _summary)
                     await killer
                 finally:
                     killer.cancel()
-                began = asyncio.get_running_loop().time()
+                began = time.monotonic()
                 driver.join()
                 await driver.whole()
-                back.append(asyncio.get_running_loop().time() - began)
+                back.append(time.monotonic() - began)
             pairs = list(zip(outcomes_of(lost), outcomes_of(undisturbed), strict=True))
             result.losses.append(
                 LossRow(
-                    clients,
-                    len(pairs),
-                    summary([b.jct for _, b in pairs]),
-                    summary([a.jct for a, _ in pairs]),
-                    summary([a.jct - b.jct for a, b in pairs]),
-                    mean([taken.wall for taken in undisturbed]),
-                    mean([taken.wall for taken in lost]),
-                    summary(back),
-                    _equal(pairs),
+                    *(clients, len(pairs)),
+                    undisturbed=summary([b.jct for _, b in pairs]),
+                    lost=summary([a.jct for a, _ in pairs]),
+                    delay=summary([a.jct - b.jct for a, b in pairs]),
+                    wall=mean([taken.wall for taken in undisturbed]),
+                    wall_lost=mean([taken.wall for taken in lost]),
+                    back=summary(back),
+                    equal=mean([float(_same(a, b)) for a, b in pairs]),
                 )
             )
 

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 import segue
+from segue.bench.harness.meters import cpu_seconds
 from segue.bench.harness.stats import summary
 from segue.bench.hosts.results import LimitRow
 from segue.bench.hosts.simulated import READ, SPEAK, WRITE, Simulated
@@ -211,10 +211,10 @@ async def measure(asked: Asked) -> LimitRow:
         async with asyncio.timeout(_START_SECONDS):
             await all_ready.wait()
         assert supervisor.simulated.process is not None, "started"
-        workers = psutil.Process(supervisor.simulated.process.pid)
+        workers = supervisor.simulated.process.pid
         load = Load(orchestrator, asked.together)
         await load.run(asked.seconds * _WARM_UP)
-        messages, own, theirs = supervisor.messages, time.process_time(), _cpu(workers)
+        messages, own, theirs = supervisor.messages, time.process_time(), cpu_seconds([workers])[workers]
         wall = await load.run(asked.seconds)
         count, jct = len(load.jct), summary(load.jct)
         row = LimitRow(
@@ -224,7 +224,7 @@ async def measure(asked: Asked) -> LimitRow:
             cores=len(os.sched_getaffinity(0)),
             per_second=count / wall,
             cpu_us=(time.process_time() - own) / count * 1e6,
-            workers_cpu_us=(_cpu(workers) - theirs) / count * 1e6,
+            workers_cpu_us=(cpu_seconds([workers])[workers] - theirs) / count * 1e6,
             messages=(supervisor.messages - messages) / count,
             jct=jct,
         )
@@ -236,11 +236,6 @@ async def measure(asked: Asked) -> LimitRow:
         return row
     finally:
         await orchestrator.stop(drain=False)
-
-
-def _cpu(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
 
 
 def _shares(profiler: cProfile.Profile) -> Iterator[tuple[str, float]]:

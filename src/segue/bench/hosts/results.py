@@ -1,14 +1,21 @@
-"""Results of `segue bench hosts`, and their report."""
+"""Results of `segue bench hosts`, their report, and docs/scale.md: what the figures mean for numbers of workers, hosts
+and requests."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-from segue.bench.harness.report import Columns, host, page, table, table_of
+from segue.bench.harness.report import Columns, of_run, page, table, table_of
 from segue.bench.harness.results import Growing
 from segue.bench.harness.stats import Ratio, Summary
 
 MEMCPY, BARE = "memcpy", "bare socket"
+WORK = (0.01, 0.1, 1.0, 10.0)
+"""Worker-seconds of a request that the tables of docs/scale.md reckon with."""
+ROW_BYTES = 4 * 3584
+"""A hidden state of Qwen2.5-Omni-7B's thinker in float32."""
 
 
 class HopRow(msgspec.Struct):
@@ -21,6 +28,11 @@ class HopRow(msgspec.Struct):
     of_bare: float
     """Median over rounds of its time divided by that round's bare socket."""
     of_memcpy: float
+
+    @property
+    def per_second(self) -> float:
+        """Bytes, payload after payload."""
+        return self.bytes / (self.median_ms / 1e3)
 
 
 class JctRow(msgspec.Struct):
@@ -97,7 +109,7 @@ def size_of(count: int) -> str:
     return f"{count / 2**20:g} MiB" if count >= 1 << 20 else f"{count / 2**10:g} KiB"
 
 
-def hop_table(rows: list[HopRow]) -> str:
+def hop_table(rows: Sequence[HopRow]) -> str:
     """A line per size, a column per way: milliseconds, and in brackets how many times the bare socket."""
     ways = list(dict.fromkeys(row.way for row in rows))
     cells = {(row.bytes, row.way): row for row in rows}
@@ -108,9 +120,8 @@ def hop_table(rows: list[HopRow]) -> str:
         return f"{row.median_ms:.2f}" if row.way in (MEMCPY, BARE) else f"{row.median_ms:.2f} ({row.of_bare:.2f}×)"
 
     sizes = dict.fromkeys(row.bytes for row in rows)
-    return table(
-        ["payload", *ways], [[size_of(size), *(cell(cells.get((size, way))) for way in ways)] for size in sizes]
-    )
+    lines = [[size_of(size), *(cell(cells.get((size, way))) for way in ways)] for size in sizes]
+    return table(["payload", *ways], lines)
 
 
 _JCT: Columns[JctRow] = {
@@ -145,29 +156,29 @@ _LIMITS: Columns[LimitRow] = {
     "JCT p99, ms": lambda row: f"{row.jct.p99 * 1e3:.1f}",
 }
 
+_NETWORK: Columns[HopRow] = {
+    "payload": lambda row: size_of(row.bytes),
+    "connector": lambda row: row.way,
+    "hop, ms": lambda row: f"{row.median_ms:.2f}",
+    "of a bare socket": lambda row: f"{row.of_bare:.2f}×",
+    "MiB/s": lambda row: f"{row.per_second / 2**20:,.0f}",
+    "rows of 3,584 float32 per s": lambda row: f"{row.per_second / ROW_BYTES:,.0f}",
+}
+"""What one edge carries between two hosts."""
 
-def limit_table(rows: list[LimitRow]) -> str:
-    return table_of(rows, _LIMITS)
 
-
-def bound_table(rows: list[LimitRow]) -> str:
+def bound_table(rows: Sequence[LimitRow]) -> str:
     """Where the orchestrator's time went, with the most workers that were profiled; empty if none were."""
     profiled = [row for row in rows if row.profile]
     if not profiled:
         return ""
     last = max(profiled, key=lambda row: row.workers)
-    return table(
-        [f"function, at {last.workers} workers", "share of the time"],
-        [[f"`{name}`", f"{share:.0%}"] for name, share in last.profile],
-    )
+    shares = [[f"`{name}`", f"{share:.0%}"] for name, share in last.profile]
+    return table([f"function, at {last.workers} workers", "share of the time"], shares)
 
 
 def markdown(result: HostsResult) -> str:
-    parts = [
-        f"{result.finished[:10]}, commit {result.machine.commit}. {host(result.machine, result.machine.packages)} "
-        f"The hosts: {result.network}.",
-        *result.unfinished,
-    ]
+    parts = [f"{of_run(result)} The hosts: {result.network}.", *result.unfinished]
     if result.hops:
         parts += [
             f"A hop, median of {result.hop_rounds} rounds in ms, and how many times the bare socket of the same round:",
@@ -181,10 +192,50 @@ def markdown(result: HostsResult) -> str:
     if result.losses:
         parts += ["The other host is killed (SIGKILL) while requests run:", table_of(result.losses, _LOSSES)]
     if result.limits:
-        cores = result.limits[0].cores
-        said = (
-            f"The orchestrator with simulated workers that answer at once, {result.limits[0].together} clients, all on"
-        )
-        parts += [f"{said} {cores} core{'s' if cores > 1 else ''}:", limit_table(result.limits)]
-        parts.append(bound_table(result.limits))
+        cores, clients = result.limits[0].cores, result.limits[0].together
+        where = f"{clients} clients, all on {cores} core{'s' if cores > 1 else ''}:"
+        parts.append(f"The orchestrator with simulated workers that answer at once, {where}")
+        parts += [table_of(result.limits, _LIMITS), bound_table(result.limits)]
     return page(parts)
+
+
+# ── docs/scale.md ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def scale(results: Sequence[HostsResult]) -> str:
+    """Return the generated part of the page, from the last result of each part."""
+    parts = []
+    limits = next((result.limits for result in reversed(results) if result.limits), [])
+    hops = next((result.hops for result in reversed(results) if result.hops), [])
+    losses = next((result.losses for result in reversed(results) if result.losses), [])
+    if limits:
+        parts += ["### One orchestrator", table_of(limits, _LIMITS), "### Workers and requests", workers_table(limits)]
+    if hops:
+        remote = [row for row in hops if row.way in ("tcp", "tcp, bfloat16")]
+        parts += ["### The network", table_of(remote, _NETWORK)]
+    if losses:
+        worst = max(row.delay.worst for row in losses)
+        typical = max(row.delay.p50 for row in losses)
+        half = f"less than {typical:.1f} s" if typical > 0.05 else "no longer than undisturbed"
+        parts += [
+            "### A lost host",
+            f"Requests that ran while a host was killed took at most {worst:.1f} s longer; half of them, {half}.",
+        ]
+    return "\n\n".join(parts) or "There are no figures yet: `segue bench hosts` makes them."
+
+
+def workers_table(limits: Sequence[LimitRow]) -> str:
+    """Requests per second that so many workers serve, by the worker-seconds of a request; or what the orchestrator
+    carries, if that is less."""
+    fewest = min(row.steps for row in limits)
+    rows = [row for row in limits if row.steps == fewest]
+
+    def cell(row: LimitRow, work: float) -> str:
+        served = row.workers / work
+        if served >= row.per_second:
+            return f"**{row.per_second:,.0f}**"
+        shown = f"{served:,.0f}" if served >= 10 else f"{served:g}"
+        return f"{shown} ({served / row.per_second:.0%})"
+
+    head = ["workers", *(f"{work:g} worker-seconds" for work in WORK)]
+    return table(head, [[str(row.workers), *(cell(row, work) for work in WORK)] for row in rows])

@@ -11,7 +11,6 @@ import sys
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from segue.bench.harness.device import matmul_ceiling
 from segue.bench.plain.bagel import WORKLOAD
-from segue.bench.plain.comparison import Made, Options, serve
+from segue.bench.plain.comparison import Made, serve
 from segue.engines.contract import LoadContext
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.request import MediaPart, Request
@@ -48,10 +47,8 @@ class Context:
 class Bagel:
     """`Loop`. The rows of an image see each other, those of a text what is before them."""
 
-    def __init__(self, options: Options) -> None:
-        torch.set_num_threads(options.threads)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        ctx = LoadContext(Path(options.model_dir), "plain", self.device, torch.float32)
+    def __init__(self, ctx: LoadContext) -> None:
+        self.device = ctx.device
         self.config = read_config(ctx.model_dir)
         self.language = load_language_model(ctx, self.config)
         self.vision = load_vision(ctx, self.config)

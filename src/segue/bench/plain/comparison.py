@@ -10,19 +10,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
+from segue.bench.harness import process
 from segue.bench.harness.arguments import ModelBench, counts, execute, option
 from segue.bench.harness.async_omni import AsyncOmniDriver
 from segue.bench.harness.hardware import machine
-from segue.bench.harness.load import by_side, closed, in_turn, serving, warm_up
-from segue.bench.harness.process import ChildProcess, Generate, ReferenceDriver, same_environment, serve_batches
-from segue.bench.harness.report import Columns, host, page, startup_table, table_of
+from segue.bench.harness.load import serving
+from segue.bench.harness.report import Columns, of_run, page, startup_table, table_of
 from segue.bench.harness.results import LoadResult, measure
-from segue.bench.harness.stats import Ratio, Summary, ratio, summary
+from segue.bench.harness.rounds import Compared, Reply, compared
+from segue.bench.harness.stats import Ratio, Summary, summary
 from segue.cli.parser import count
 from segue.media.parts import PYTHON_POLICY, messages_from
 from segue.messages.deltas import AudioDelta, Finished, ImageDelta, TextDelta
@@ -31,6 +33,7 @@ from segue.messages.errors import ConfigError, nearest
 from segue.messages.request import Request
 
 SEGUE, LOOP, ALL = "segue", "plain loop", "all"
+DTYPE = "float32"
 
 Prompt = dict[str, Any]
 """As `AsyncOmni` takes it: `messages`, `modalities`, and perhaps `options`."""
@@ -97,11 +100,6 @@ class PlainRequest(msgspec.Struct, frozen=True):
     """Set for an image."""
 
 
-class Options(msgspec.Struct):
-    model_dir: str
-    threads: int
-
-
 class Loaded(msgspec.Struct, tag=True):
     """The model is loaded."""
 
@@ -109,9 +107,11 @@ class Loaded(msgspec.Struct, tag=True):
     """Operations per second of a large matmul on the same device, if images are drawn."""
 
 
-class Made(msgspec.Struct, kw_only=True):
+class Made(msgspec.Struct, tag=True, kw_only=True):
     """What came of one request."""
 
+    index: int = 0
+    """Of the request; set in the loop's process."""
     token_ids: list[int] = []
     audio_seconds: float = 0.0
     image: bytes = b""
@@ -122,31 +122,17 @@ class Made(msgspec.Struct, kw_only=True):
     """Operations of its denoising."""
 
 
-class Answer(Made, tag=True, kw_only=True):
-    index: int
-
-
 class Loop(Protocol):
-    """A plain loop over a loaded model."""
+    """A plain loop over a loaded model. `ceiling`: as in `Loaded`."""
 
-    @property
-    def ceiling(self) -> float:
-        """As in `Loaded`."""
-        ...
+    ceiling: float
 
     def __call__(self, request: Request, tokens: int) -> Made:
         """Return that many tokens, with the audio that came with them, or an image."""
-        ...
 
 
-@dataclass
-class Outcome:
-    """Times are time.monotonic(); the loop returns its first output with the last."""
-
-    made: Made
-    first: float
-    end: float
-    sent: float = 0.0
+class Outcome(Reply[Made]):
+    """What one side made, and when."""
 
     def check(self, request: PlainRequest) -> None:
         if len(self.made.token_ids) != request.tokens:
@@ -154,10 +140,6 @@ class Outcome:
         image, size = request.image, len(self.made.image)
         if image is not None and size != 3 * image.side**2:
             raise RuntimeError(f"request {request.index} has an image of {size} bytes, not of {image.side}² pixels")
-
-    @property
-    def jct(self) -> float:
-        return self.end - self.sent
 
 
 class Row(msgspec.Struct):
@@ -188,19 +170,25 @@ class PlainResult(LoadResult, kw_only=True):
     rows: list[Row] = msgspec.field(default_factory=list)
 
 
-def serve(argv: list[str], kinds: Mapping[str, Callable[[int], Prompt]], load: Callable[[Options], Loop]) -> int:
-    """The main function of the loop's process."""
+def serve(argv: list[str], kinds: Mapping[str, Callable[[int], Prompt]], load: Callable[[Any], Loop]) -> int:
+    """The main function of the loop's process. `load`: makes the loop from a `LoadContext`."""
+    import torch
 
-    def loaded(options: Options) -> tuple[Loaded, Callable[[str], Generate[PlainRequest]]]:
-        loop = load(options)
+    from segue.engines.contract import LoadContext
 
-        def answer(one: PlainRequest) -> Answer:
+    def loaded(options: process.ModelOptions) -> tuple[Loaded, Callable[[str], process.Generate[PlainRequest]]]:
+        torch.set_num_threads(options.threads)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        loop = load(LoadContext(Path(options.model_dir), "plain", device, torch.float32))
+
+        def answer(one: PlainRequest) -> Made:
             made = loop(_request(kinds[one.kind](one.seed), one), one.tokens)
-            return Answer(index=one.index, **msgspec.structs.asdict(made))
+            made.index = one.index
+            return made
 
         return Loaded(loop.ceiling), lambda way: lambda requests: [answer(one) for one in requests]
 
-    return serve_batches(argv, Options, PlainRequest, loaded)
+    return process.serve_batches(argv, process.ModelOptions, PlainRequest, loaded)
 
 
 def _request(prompt: Prompt, asked: PlainRequest) -> Request:
@@ -213,11 +201,11 @@ def _request(prompt: Prompt, asked: PlainRequest) -> Request:
 
 class Driver(AsyncOmniDriver):
     def __init__(self, bench: PlainBench, workload: Workload) -> None:
-        super().__init__(SEGUE, bench.model_dir, dtype="float32", config=workload.config)
+        super().__init__(SEGUE, bench.model_dir, dtype=DTYPE, config=workload.config)
         self._workload = workload
 
     async def run(self, request: PlainRequest) -> Outcome:
-        work, came = self._workload, Outcome(Made(), 0.0, 0.0)
+        work, came = self._workload, Outcome(Made())
         made, began = came.made, time.monotonic()
         prompt = {**work.kinds[request.kind](request.seed), **_asked(request, work.stage)}
         wanted = AudioDelta | ImageDelta if {"audio", "image"} & {*prompt["modalities"]} else TextDelta
@@ -245,19 +233,21 @@ def _asked(request: PlainRequest, stage: str) -> Prompt:
     return {"height": image.side, "width": image.side, "num_inference_steps": image.steps, "seed": request.seed}
 
 
+def _outcome(request: PlainRequest, made: Made, sent: float, end: float) -> Outcome:
+    return Outcome(made, end, end)  # its first output comes with the last
+
+
 async def run(bench: PlainBench, workload: Workload) -> PlainResult:
     """Start both sides, measure, stop both sides."""
     found = machine()
-    options, around = Options(str(bench.model_dir), found.cores), same_environment(found.cores)
-    process = ChildProcess[PlainRequest, Loaded, Answer](LOOP, workload.loop, options, Loaded, Answer, around)
-    loop: ReferenceDriver[PlainRequest, Loaded, Answer, Outcome] = ReferenceDriver(
-        LOOP, process, "one", lambda _, made, sent, end: Outcome(made, end, end)
-    )
-    sides: list[Any] = [Driver(bench, workload), loop]
+    options = process.ModelOptions(model_dir=str(bench.model_dir), dtype=DTYPE, threads=found.cores)
+    around = process.same_environment(found.cores)
+    child = process.ChildProcess[PlainRequest, Loaded, Made](LOOP, workload.loop, options, Loaded, Made, around)
+    sides: list[Any] = [Driver(bench, workload), process.ReferenceDriver(LOOP, child, "one", _outcome)]
     async with serving(sides, bench.say):
         startup = {driver.name: driver.startup for driver in sides}
         result = PlainResult(machine=found, startup=startup, benchmark=workload.name, tokens=bench.tokens)
-        result.image, result.ceiling = _image(bench), (await process.start()).ceiling
+        result.image, result.ceiling = _image(bench), (await child.start()).ceiling
         levels = [partial(_level, bench, workload, sides, result, clients) for clients in bench.concurrency]
         return await measure(result, levels, bench.keep)
 
@@ -265,7 +255,7 @@ async def run(bench: PlainBench, workload: Workload) -> PlainResult:
 async def _level(
     bench: PlainBench, workload: Workload, sides: Sequence[Any], result: PlainResult, clients: int
 ) -> None:
-    kinds, draw, load = [*workload.kinds], random.Random(f"{bench.seed}/{clients}"), closed(clients)
+    kinds, draw = [*workload.kinds], random.Random(f"{bench.seed}/{clients}")
     drawn = {kind for kind, prompt in workload.kinds.items() if "image" in prompt(0)["modalities"]}
 
     def asked_for(index: int) -> PlainRequest:
@@ -276,27 +266,14 @@ async def _level(
 
     count = max(bench.requests, clients, len(kinds))
     rounds = [[asked_for(index) for index in range(count)] for _ in range(bench.rounds + 1)]
-    await warm_up(sides, rounds.pop()[: max(clients, len(kinds))], load, clients)
-    bench.say(f"{clients} clients")
-    slices = by_side(await in_turn(sides, rounds, load, clients, bench.say, lambda taken: f"{taken.wall:.1f} s"))
-    for ours, theirs in zip(slices[SEGUE], slices[LOOP], strict=True):
-        for mine, other in zip(ours.outcomes, theirs.outcomes, strict=True):
-            mine.made.flops = other.made.flops
+    warm = rounds.pop()[: max(clients, len(kinds))]
+    found: dict[str, Compared[PlainRequest, Outcome]] = await compared(sides, warm, rounds, clients, bench.say)
+    for ours, theirs in zip(found[SEGUE].outcomes, found[LOOP].outcomes, strict=True):
+        ours.made.flops = theirs.made.flops
     for kind in (*kinds, ALL):
-        asked = [
-            [place for place, one in enumerate(requests) if kind in (one.kind, ALL)] for requests in rounds
-        ]  # of every round
-        for side, taken in slices.items():
-            pairs = [
-                [(mine.outcomes[place], theirs.outcomes[place]) for place in places]
-                for mine, theirs, places in zip(slices[SEGUE], taken, asked, strict=True)
-            ]
-            wall = sum(one.wall for one in taken)
-            row = _row(clients, kind, side, pairs, wall)
-            if kind in drawn or (kind == ALL and drawn == {*kinds}):
-                made = [outcome.made for of_round in pairs for _, outcome in of_round]
-                row.denoising = _denoising(made) / result.ceiling
-            result.rows.append(row)
+        for side, taken in found.items():
+            of_images = kind in drawn or (kind == ALL and drawn == {*kinds})
+            result.rows.append(_row(clients, kind, side, taken, result.ceiling if of_images else None))
 
 
 def _image(bench: PlainBench) -> Image | None:
@@ -312,21 +289,18 @@ def _denoising(made: Sequence[Made]) -> float:
     return sum(one.flops for one in made) / seconds
 
 
-def _row(clients: int, kind: str, side: str, pairs: Sequence[Sequence[tuple[Outcome, Outcome]]], wall: float) -> Row:
-    """`pairs`: of every round, Segue's outcome and this side's of each request."""
-    both = [pair for of_round in pairs for pair in of_round]
-    theirs = [outcome for _, outcome in both]
-    rtf = [outcome.jct / outcome.made.audio_seconds for outcome in theirs if outcome.made.audio_seconds]
+def _row(clients: int, kind: str, side: str, taken: Compared[PlainRequest, Outcome], ceiling: float | None) -> Row:
+    one = taken.only(lambda request: kind in (request.kind, ALL))
+    rtf = [outcome.jct / outcome.made.audio_seconds for outcome in one.outcomes if outcome.made.audio_seconds]
     return Row(
-        clients,
-        kind,
-        side,
-        requests_per_second=len(theirs) / wall,
-        first_output=summary([outcome.first - outcome.sent for outcome in theirs]),
-        jct=summary([outcome.jct for outcome in theirs]),
-        jct_ratio=ratio([[(mine.jct, other.jct) for mine, other in of_round] for of_round in pairs]),
+        *(clients, kind, side),
+        requests_per_second=len(one.outcomes) / one.wall,
+        first_output=one.summary(lambda outcome: outcome.first_output),
+        jct=one.summary(lambda outcome: outcome.jct),
+        jct_ratio=one.first_of_it(lambda outcome: outcome.jct),
         rtf=summary(rtf) if rtf and kind != ALL else None,
-        equal=sum(same(mine.made, other.made) for mine, other in both) / len(both),
+        equal=one.equal(lambda first, mine: same(first.made, mine.made)),
+        denoising=None if ceiling is None else _denoising([outcome.made for outcome in one.outcomes]) / ceiling,
     )
 
 
@@ -350,25 +324,19 @@ def markdown(result: PlainResult) -> str:
         "Segue's JCT of it": lambda row: f"{row.jct_ratio.mean:.2f}×",
         "RTF": lambda row: "" if row.rtf is None else f"{row.rtf.p50:.2f}",
         "equal": lambda row: f"{row.equal:.0%}",
-        **({} if result.image is None else {"denoising, of the ceiling": _of_ceiling}),
     }
-    of_run = f"{result.finished[:10]}, commit {result.machine.commit}. {host(result.machine, result.machine.packages)}"
     asked = f"Each reply has {result.tokens} tokens; the loop gives its first output with the last."
-    drawn = [] if result.image is None else [_drawn(result.image, result.ceiling)]
+    drawn = []
+    if (image := result.image) is not None:
+        title = "denoising, of the ceiling"
+        columns = {**columns, title: lambda row: "" if row.denoising is None else f"{row.denoising:.0%}"}
+        drawn.append(
+            f"Images have {image.side} × {image.side} pixels and {image.steps} noise levels. A matmul reaches "
+            f"{result.ceiling / 1e9:.0f} GFLOP/s; denoising is compared with it over the time in which images are "
+            "denoised, whatever else is computed then."
+        )
     tables = [startup_table(result.startup), table_of(result.rows, columns)]
-    return page([of_run, asked, *drawn, *result.unfinished, *tables])
-
-
-def _of_ceiling(row: Row) -> str:
-    return "" if row.denoising is None else f"{row.denoising:.0%}"
-
-
-def _drawn(image: Image, ceiling: float) -> str:
-    return (
-        f"Images have {image.side} × {image.side} pixels and {image.steps} noise levels. A matmul reaches "
-        f"{ceiling / 1e9:.0f} GFLOP/s; denoising is compared with it over the time in which images are denoised, "
-        "whatever else is computed then."
-    )
+    return page([of_run(result), asked, *drawn, *result.unfinished, *tables])
 
 
 def start(workload: Workload, bench: PlainBench) -> int:

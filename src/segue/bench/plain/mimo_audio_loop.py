@@ -7,12 +7,11 @@ A row is a text token and the codes of a patch. G frames of a patch, K codes of 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from segue.bench.plain.comparison import Made, Options, serve
+from segue.bench.plain.comparison import Made, serve
 from segue.bench.plain.mimo_audio import WORKLOAD
 from segue.engines.contract import LoadContext
 from segue.messages.request import Request
@@ -28,10 +27,8 @@ class MimoAudio:
 
     ceiling = 0.0
 
-    def __init__(self, options: Options) -> None:
-        torch.set_num_threads(options.threads)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        ctx = LoadContext(Path(options.model_dir), "plain", self.device, torch.float32)
+    def __init__(self, ctx: LoadContext) -> None:
+        self.device = ctx.device
         self.config = read_config(ctx.model_dir)
         self.codec = read_codec(ctx.model_dir, self.config)
         self.input = InputProcessor(ctx)
