@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from segue.bench.diffusion.files import keep_in_bfloat16
+from segue.bench.harness.checkpoint import keep_in_bfloat16
 
 
 def test_weights_are_rounded_wherever_they_lie(tmp_path: Path) -> None:

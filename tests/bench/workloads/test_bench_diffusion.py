@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from segue.bench import figures as pages
 from segue.bench.diffusion.arguments import DiffusionBench
-from segue.bench.diffusion.diffusion import Sides, levels, references
+from segue.bench.diffusion.diffusion import Run, Sides, references
 from segue.bench.diffusion.reference import Answer, Loaded
 from segue.bench.diffusion.report import markdown, plot
 from segue.bench.diffusion.results import (
@@ -31,8 +31,8 @@ from segue.bench.diffusion.workload import (
     ImageRequest,
     Mix,
     WrongImage,
+    differences,
     images,
-    largest_difference,
 )
 from segue.bench.harness.hardware import Machine
 from segue.bench.harness.load import LoadSlice
@@ -94,7 +94,7 @@ def test_figures_follow_from_the_outcomes() -> None:
     assert set(figures.jct_by_steps) == {4, 6}
     assert figures.largest_difference == 0.0
     other = [outcome(asked[0], seed=1), *(outcome(one) for one in asked[1:])]
-    assert largest_difference([outcome(one) for one in asked], other) > 0.5
+    assert differences([outcome(one) for one in asked], other)["largest_difference"] > 0.5
 
 
 def some_result() -> DiffusionResult:
@@ -184,7 +184,7 @@ def test_a_run_that_is_stopped_leaves_the_levels_it_has_done(
     sides = Sides(segue, *references(process), Loaded(versions={}, flops={8: 1e9}, ceiling=1e11))
     empty = msgspec.structs.replace(some_result(), finished="", scenarios=[])
     with pytest.raises(ExceptionGroup) as caught:
-        asyncio.run(measure(empty, levels(bench, sides, empty), bench.keep))
+        asyncio.run(measure(empty, Run(bench, sides, empty).levels(), bench.keep))
     assert caught.group_contains(RuntimeError, match="it broke")
     assert pages.main([str(path)]) == 0
     printed = capsys.readouterr().out

@@ -13,10 +13,10 @@ import torch
 from diffusers.quantizers.gguf.utils import GGUFParameter, dequantize_gguf_tensor
 from safetensors.torch import load_file
 
-from segue.bench.diffusion.files import RANK, rank_of, write_gguf, write_untrained_lora
+from segue.bench.diffusion.arguments import DiffusionBench
 from segue.bench.diffusion.losses import (
+    CACHES,
     TOGETHER,
-    FewSteps,
     LossResult,
     LossSide,
     Ways,
@@ -28,6 +28,7 @@ from segue.bench.diffusion.losses import (
 from segue.bench.diffusion.sides import SegueDriver
 from segue.bench.diffusion.workload import ImageOutcome, ImageRequest, Mix, images
 from segue.bench.figures import full
+from segue.bench.harness.checkpoint import RANK, rank_of, write_gguf, write_untrained_lora
 from segue.bench.harness.hardware import Machine
 from segue.bench.harness.results import write_result
 from segue.bench.main import parser
@@ -151,7 +152,8 @@ def test_the_sides(tmp_path: Path) -> None:
     """Every way is there; a distilled model's guidance is no second row, so it has no interval."""
     flux.make(tmp_path / "flux")
     exact = SegueDriver(tmp_path / "flux", "FluxPipeline", "float32", {})
-    ways = faster_sides(exact, [("taylorseer", None)], 4.0, FewSteps(3, None), tmp_path)
+    bench = DiffusionBench(step_cache=[("taylorseer", None)], few_steps=3)
+    ways = faster_sides(exact, bench, tmp_path)
     whole = [] if torch.cuda.is_available() else ["bfloat16"]
     kinds = [*whole, "int8", "int4", "fp8", "GGUF Q8_0", "GGUF Q4_0"]
     assert [side.name for side in ways.same] == ["segue, taylorseer"]
@@ -159,8 +161,9 @@ def test_the_sides(tmp_path: Path) -> None:
     assert ways.refused == []
     stable_diffusion_3.make(tmp_path / "sd3")
     exact = SegueDriver(tmp_path / "sd3", "StableDiffusion3Pipeline", "float32", {})
-    ways = faster_sides(exact, [], 4.0, FewSteps(3, tmp_path / "untrained.safetensors"), tmp_path)
-    assert [side.name for side in ways.same] == ["segue, guidance_interval 0.2-0.8"]
+    bench = DiffusionBench(few_steps=3, few_steps_lora=tmp_path / "untrained.safetensors")
+    ways = faster_sides(exact, bench, tmp_path)
+    assert [side.name for side in ways.same][len(CACHES) :] == ["segue, guidance_interval 0.2-0.8"]
     assert ways.own[-1].name == "segue, 3 steps with LoRA"
 
 

@@ -23,7 +23,7 @@ from segue.bench.main import parser
 from segue.bench.text.arguments import TextBench
 from segue.bench.text.report import markdown, plot
 from segue.bench.text.results import Scenario, TextResult, TextSettings, keeps, side_of
-from segue.bench.text.text import Sides, levels
+from segue.bench.text.text import Run, Sides
 from segue.bench.text.workload import (
     Shape,
     TextOutcome,
@@ -40,9 +40,7 @@ VOCAB = 1000
 def outcome(request: TextRequest, speed: float = 1.0, tokens: int | None = None) -> TextOutcome:
     count = request.tokens if tokens is None else tokens
     times = [speed * (1 + 0.1 * number) for number in range(count)]
-    return TextOutcome(
-        index=request.index, prompt_tokens=len(request.prompt), times=times, jct=times[-1], token_ids=request.prompt
-    )
+    return TextOutcome(index=request.index, times=times, jct=times[-1], token_ids=request.prompt)
 
 
 class Side:
@@ -208,7 +206,7 @@ def test_a_run_that_is_stopped_leaves_the_levels_it_has_done(
     sides = Sides(Breaks("segue"), Side("segue with prefix cache"), None, {"one": Side("b")}, [Side("segue int8")])
     empty = msgspec.structs.replace(result(), finished="", scenarios=[], intrusion={}, crowds={})
     with pytest.raises(RuntimeError, match="it broke"):
-        asyncio.run(measure(empty, levels(bench, sides, empty), bench.keep))
+        asyncio.run(measure(empty, Run(bench, sides, empty).levels(), bench.keep))
     assert [(one.done, one.planned) for one in kept] == [(number, 9) for number in range(1, 8)]
     assert [len(one.scenarios) for one in kept] == [1, 2, 3, 4, 4, 4, 4]
     assert list(kept[0].scenarios[0].sides) == ["segue", "segue int8", "b"]

@@ -78,31 +78,16 @@ def start(bench: DiffusionBench) -> int:
     # with torch and matplotlib: not for --help
     from segue.bench.diffusion import diffusion, losses
     from segue.bench.diffusion.report import markdown, plot
+    from segue.bench.harness.checkpoint import preset
 
     if bench.most_difference is None:
         # other presets' weights may amplify rounding, and a user's model is unknown
-        known = bench.model is None and bench.preset == "qwen-image" and bench.dtype == "float32"
-        bench = replace(bench, most_difference=2 if known else None)
-    bench = replace(bench, model=bench.model or _preset(bench))
+        exact = bench.model is None and bench.preset == "qwen-image" and bench.dtype == "float32"
+        bench = replace(bench, most_difference=2 if exact else None)
+    if bench.model is None:
+        known = "model_index.json"
+        made = preset(bench.cache, bench.preset, bench.preset_size, known, bench.kept, "preset-size")
+        bench = replace(bench, model=made)
     if bench.losses:
         return execute(bench, "losses", losses.run, losses.markdown)
     return execute(bench, "diffusion", diffusion.run, markdown, plot)
-
-
-def _preset(bench: DiffusionBench) -> Path:
-    kept = "" if bench.kept == "float32" else "-bf16"
-    target = bench.cache / f"{bench.preset}-{bench.preset_size}{kept}"
-    if not (target / "model_index.json").is_file():
-        from segue.bench.diffusion.files import keep_in_bfloat16
-        from segue.models.registry import tiny_preset
-        from segue.models.shared.tiny.made import filled
-
-        preset = tiny_preset(bench.preset)
-        if bench.preset_size not in preset.sizes:
-            known = f"{bench.preset} has no size {bench.preset_size!r}; it has {', '.join(preset.sizes)}"
-            raise ConfigError(known, field="preset-size")
-        with filled(target) as made:
-            preset.make(made, bench.preset_size, 0)
-            if kept:
-                keep_in_bfloat16(made)
-    return target

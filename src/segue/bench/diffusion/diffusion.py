@@ -8,13 +8,7 @@ from functools import partial
 
 from segue.bench.diffusion.arguments import DiffusionBench
 from segue.bench.diffusion.reference import Answer, Loaded, Options
-from segue.bench.diffusion.results import (
-    DiffusionResult,
-    DiffusionScenario,
-    DiffusionSettings,
-    mean_jct,
-    side_of,
-)
+from segue.bench.diffusion.results import DiffusionResult, DiffusionScenario, DiffusionSettings, side_of
 from segue.bench.diffusion.sides import ImageDriver, SegueDriver, cached, deployment
 from segue.bench.diffusion.workload import (
     CACHED,
@@ -26,21 +20,14 @@ from segue.bench.diffusion.workload import (
     Mix,
     WrongImage,
     images,
+    steps_of,
 )
 from segue.bench.harness.hardware import machine
-from segue.bench.harness.load import (
-    Load,
-    arriving,
-    by_side,
-    closed,
-    in_turn,
-    poisson,
-    serving,
-    warm_up,
-)
+from segue.bench.harness.load import by_side, closed, in_turn, load_of, serving, warm_up
 from segue.bench.harness.meters import memory
 from segue.bench.harness.process import ChildProcess, ReferenceDriver, same_environment
 from segue.bench.harness.results import Level, measure
+from segue.bench.harness.scenarios import mean_jct, settings_of, speed
 from segue.models.registry import read_config
 
 ONE, BATCH = "diffusers one at a time", "diffusers lists of prompts"
@@ -58,7 +45,6 @@ class Sides:
     batch: ImageDriver
     loaded: Loaded
     """Of diffusers' process."""
-    scenarios: int = 0
 
 
 def references(process: ChildProcess[ImageRequest, Loaded, Answer]) -> tuple[ImageDriver, ImageDriver]:
@@ -67,12 +53,11 @@ def references(process: ChildProcess[ImageRequest, Loaded, Answer]) -> tuple[Ima
 
 
 def _outcome(request: ImageRequest, answer: Answer, sent: float, came: float) -> ImageOutcome:
-    jct = came - sent
     return ImageOutcome(
         index=request.index,
         steps=request.steps,
-        jct=jct,
-        first_preview=jct,
+        jct=came - sent,
+        first_preview=came - sent,
         image=answer.image,
         network=answer.network,
     )
@@ -91,125 +76,115 @@ async def run(bench: DiffusionBench) -> DiffusionResult:
     one, batch = references(process)
     async with serving([one, segue], bench.say):
         loaded = await process.start()
-        settings = DiffusionSettings(
+        settings = settings_of(
+            DiffusionSettings,
+            bench,
             model=bench.model_dir.name,
             pipeline=pipeline,
-            dtype=bench.dtype,
-            seed=bench.seed,
-            rounds=bench.rounds,
-            threads=bench.threads,
-            guidance=bench.guidance,
-            requests=bench.requests,
             environment=environment,
             versions=loaded.versions,
             ceiling=loaded.ceiling,
         )
         startup = {driver.name: driver.startup for driver in (segue, one)}
         result = DiffusionResult(machine=found, settings=settings, startup=startup)
-        return await measure(result, levels(bench, Sides(segue, one, batch, loaded), result), bench.keep)
+        return await measure(result, Run(bench, Sides(segue, one, batch, loaded), result).levels(), bench.keep)
 
 
-def levels(bench: DiffusionBench, sides: Sides, result: DiffusionResult) -> list[Level]:
-    """All requested levels, on sides that are already serving."""
-    few, *_ = concurrency = sorted(bench.concurrency)
-    first = bench.sizes[0]
-    made: list[Level] = [
-        partial(_closed, bench, sides, result, size, clients) for size in bench.sizes for clients in concurrency
-    ]
-    made.append(partial(_closed, bench, sides, result, first, few, previews=PREVIEWS))
-    if bench.step_cache:
-        made.append(partial(_cached, bench, sides, result, first, concurrency[-1]))
-    if bench.load:
-        made.append(partial(_open, bench, sides, result, first))
-    return made
+@dataclass
+class Run:
+    """A run of sides that are serving."""
+
+    bench: DiffusionBench
+    sides: Sides
+    result: DiffusionResult
+    scenarios: int = 0
+
+    def levels(self) -> list[Level]:
+        """All requested levels."""
+        bench, first = self.bench, self.bench.sizes[0]
+        few, *_ = concurrency = sorted(bench.concurrency)
+        made: list[Level] = [partial(self._closed, size, clients) for size in bench.sizes for clients in concurrency]
+        made.append(partial(self._closed, first, few, previews=PREVIEWS))
+        if bench.step_cache:
+            made.append(partial(self._cached, first, concurrency[-1]))
+        if bench.load:
+            made.append(partial(self._open, first))
+        return made
+
+    async def _closed(self, size: int, clients: int, previews: int = 0) -> None:
+        """`previews`: number of previews per image that Segue sends; `diffusers` has none."""
+        name, sides = f"{CLOSED}{f', {previews} previews' if previews else ''}", self.sides
+        drivers: list[ImageDriver] = [sides.segue, sides.one, *([sides.batch] if clients > 1 else [])]
+        count = self.bench.requests if clients > 1 else max(2, self.bench.requests // 2)
+        sides.segue.previews = previews
+        try:
+            await self._scenario(drivers, name, CLOSED, size, count, clients)
+        finally:
+            sides.segue.previews = 0
+
+    async def _cached(self, size: int, clients: int) -> None:
+        """Step caches against Segue's own exact images; their share of the ceiling counts the whole network's
+        operations."""
+        segue = self.sides.segue
+        caches = [cached(segue, *one) for one in self.bench.step_cache]
+        drivers: list[ImageDriver] = [segue, *caches, self.sides.one]
+        await self._scenario(drivers, f"{CACHED}, step caches", CACHED, size, self.bench.requests, clients)
+
+    async def _open(self, size: int) -> None:
+        """The arrival rate is derived from diffusers' speed with one client in the same run."""
+        load, found = self.bench.load, self.result.scenarios
+        alone = next((one for one in found if one.size == size and one.clients == 1), None)
+        assert alone is not None, "arrivals need the closed loop of one client before them"
+        rate = load * alone.sides[ONE].steps_per_second / OPEN.mean
+        name = f"{rate:.3g} arrivals/s ({load:.0%} of what diffusers can do), {OPEN}"
+        await self._scenario([self.sides.segue, self.sides.one], name, OPEN, size, self.bench.arrivals, 0, rate)
+
+    async def _scenario(
+        self,
+        drivers: Sequence[ImageDriver],
+        name: str,
+        mix: Mix,
+        size: int,
+        count: int,
+        clients: int,
+        rate: float = 0.0,
+    ) -> None:
+        """`count`: requests per round; `clients`: 0 for arrivals at `rate`. Raises `WrongImage` if a rival's images
+        differ from Segue's."""
+        bench, sides = self.bench, self.sides
+        crowd = [f"{clients} client{'s' if clients > 1 else ''}"] if clients else []
+        name = ", ".join([f"{size} x {size}", *crowd, name])
+        bench.say(name)
+        together = clients or max(bench.concurrency)
+        for driver in drivers:
+            await warm_up([driver], self._take(_WARM, size, together), closed(together), together)
+        rounds = [self._take(mix, size, count) for _ in range(bench.rounds)]
+        before = sides.segue.denoising()
+        load = load_of(clients, rate, count, bench.seed)
+        own = by_side(await in_turn(drivers, rounds, load, together, bench.say, _progress))
+        # Segue goes first in a round, so that its last turn's reports have arrived by now
+        denoising = sides.segue.denoising() - before
+        branches = 2 if bench.guidance > 1 else 1
+        ideal = branches * sides.loaded.flops[size] / sides.loaded.ceiling
+        held = {driver.name: memory(driver.processes())[0] for driver in drivers}
+        segue, rivals = sides.segue.name, {sides.one.name, sides.batch.name}
+        # one denoiser served all sides of Segue, so its seconds cannot be attributed to one
+        known = {segue: denoising} if len(own.keys() - rivals) == 1 else {}
+        made = {side: side_of(taken, own[segue], ideal, held[side], known.get(side)) for side, taken in own.items()}
+        for rival in made.keys() & rivals:
+            found = round(255 * made[rival].largest_difference)
+            if bench.most_difference is not None and found > bench.most_difference:
+                raise WrongImage(
+                    f"{name}: images of {rival} differ from Segue's by {found} of 255 levels; "
+                    f"--most-difference allows {bench.most_difference}"
+                )
+        self.result.scenarios.append(DiffusionScenario(name=name, size=size, clients=clients, rate=rate, sides=made))
+
+    def _take(self, mix: Mix, size: int, count: int) -> list[ImageRequest]:
+        """Requests that no side has seen."""
+        start, self.scenarios = SPACING * self.scenarios, self.scenarios + 1
+        return images(mix, size, start, count, self.bench.guidance, self.bench.seed)
 
 
-async def _closed(
-    bench: DiffusionBench, sides: Sides, result: DiffusionResult, size: int, clients: int, *, previews: int = 0
-) -> None:
-    """`previews`: number of previews per image that Segue sends; `diffusers` has none."""
-    name = f"{_clients(size, clients)}, {CLOSED}{f', {previews} previews' if previews else ''}"
-    drivers: list[ImageDriver] = [sides.segue, sides.one, *([sides.batch] if clients > 1 else [])]
-    count = bench.requests if clients > 1 else max(2, bench.requests // 2)
-    sides.segue.previews = previews
-    try:
-        await _scenario(bench, sides, result, drivers, name, CLOSED, size, count, closed(clients), clients)
-    finally:
-        sides.segue.previews = 0
-
-
-async def _cached(bench: DiffusionBench, sides: Sides, result: DiffusionResult, size: int, clients: int) -> None:
-    """Step caches against Segue's own exact images; their share of the ceiling counts the whole network's
-    operations."""
-    name = f"{_clients(size, clients)}, {CACHED}, step caches"
-    drivers: list[ImageDriver] = [sides.segue, *(cached(sides.segue, *one) for one in bench.step_cache), sides.one]
-    await _scenario(bench, sides, result, drivers, name, CACHED, size, bench.requests, closed(clients), clients)
-
-
-async def _open(bench: DiffusionBench, sides: Sides, result: DiffusionResult, size: int) -> None:
-    """The arrival rate is derived from diffusers' speed with one client in the same run."""
-    alone = next((one for one in result.scenarios if one.size == size and one.clients == 1), None)
-    assert alone is not None, "arrivals need the closed loop of one client before them"
-    rate = bench.load * alone.sides[ONE].steps_per_second / OPEN.mean
-    name = f"{size} x {size}, {rate:.3g} arrivals/s ({bench.load:.0%} of what diffusers can do), {OPEN}"
-    load = arriving(poisson(rate, bench.arrivals, bench.seed))
-    drivers: list[ImageDriver] = [sides.segue, sides.one]
-    await _scenario(bench, sides, result, drivers, name, OPEN, size, bench.arrivals, load, rate=rate)
-
-
-def _clients(size: int, clients: int) -> str:
-    return f"{size} x {size}, {clients} client{'s' if clients > 1 else ''}"
-
-
-async def _scenario(
-    bench: DiffusionBench,
-    sides: Sides,
-    result: DiffusionResult,
-    drivers: Sequence[ImageDriver],
-    name: str,
-    mix: Mix,
-    size: int,
-    count: int,
-    load: Load,
-    clients: int = 0,
-    *,
-    rate: float = 0.0,
-) -> None:
-    """`count`: requests per round; `clients`: 0 for arrivals at `rate`. Raises `WrongImage` if a rival's images differ
-    from Segue's."""
-    bench.say(name)
-    together = clients or max(bench.concurrency)
-
-    def take(asked: Mix, number: int) -> list[ImageRequest]:
-        start, sides.scenarios = SPACING * sides.scenarios, sides.scenarios + 1
-        return images(asked, size, start, number, bench.guidance, bench.seed)
-
-    for driver in drivers:
-        await warm_up([driver], take(_WARM, together), closed(together), together)
-    rounds = [take(mix, count) for _ in range(bench.rounds)]
-    before = sides.segue.denoising()
-    own = by_side(await in_turn(drivers, rounds, load, together, bench.say, _summary))
-    # Segue goes first in a round, so that its last turn's reports have arrived by now
-    denoising = sides.segue.denoising() - before
-    branches = 2 if bench.guidance > 1 else 1
-    ideal = branches * sides.loaded.flops[size] / sides.loaded.ceiling
-    held = {driver.name: memory(driver.processes())[0] for driver in drivers}
-    rivals = {sides.one.name, sides.batch.name}
-    # one denoiser served all sides of Segue, so its seconds cannot be attributed to one
-    known = {sides.segue.name: denoising} if len(own.keys() - rivals) == 1 else {}
-    made = {
-        side: side_of(taken, own[sides.segue.name], ideal, held[side], known.get(side)) for side, taken in own.items()
-    }
-    for rival in made.keys() & rivals:
-        found = round(255 * made[rival].largest_difference)
-        if bench.most_difference is not None and found > bench.most_difference:
-            raise WrongImage(
-                f"{name}: images of {rival} differ from Segue's by {found} of 255 levels; "
-                f"--most-difference allows {bench.most_difference}"
-            )
-    result.scenarios.append(DiffusionScenario(name=name, size=size, clients=clients, rate=rate, sides=made))
-
-
-def _summary(taken: ImageSlice) -> str:
-    steps = sum(one.steps for one in taken.outcomes)
-    return f"{steps / taken.wall:.2f} steps/s, mean JCT {mean_jct(taken.outcomes):.2f} s"
+def _progress(taken: ImageSlice) -> str:
+    return f"{speed(taken, steps_of):.2f} steps/s, {mean_jct(taken)}"

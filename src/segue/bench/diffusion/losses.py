@@ -15,29 +15,14 @@ import numpy as np
 import torch
 
 from segue.bench.diffusion.arguments import DiffusionBench
-from segue.bench.diffusion.files import rank_of, write_gguf, write_untrained_lora
-from segue.bench.diffusion.sides import (
-    SEGUE,
-    ChangedDriver,
-    ImageDriver,
-    SegueDriver,
-    cached,
-    deployment,
-)
-from segue.bench.diffusion.workload import (
-    CACHED,
-    ImageOutcome,
-    ImageRequest,
-    ImageSlice,
-    Mix,
-    images,
-    largest_difference,
-    mean_difference,
-)
-from segue.bench.harness.hardware import Machine, machine
+from segue.bench.diffusion.sides import SEGUE, ChangedDriver, ImageDriver, SegueDriver, cached, deployment
+from segue.bench.diffusion.workload import CACHED, ImageOutcome, ImageRequest, Mix, differences, images
+from segue.bench.harness.checkpoint import rank_of, write_gguf, write_untrained_lora
+from segue.bench.harness.hardware import machine
 from segue.bench.harness.load import ask, by_side, closed, in_turn, outcomes_of, serving
-from segue.bench.harness.report import Columns, page, table_of
-from segue.bench.harness.results import VERSION, now
+from segue.bench.harness.report import NamedColumns, page, table_by
+from segue.bench.harness.results import Growing, now
+from segue.bench.harness.scenarios import mean_jct, settings_of
 from segue.bench.harness.stats import mean
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.models.registry import read_config
@@ -56,15 +41,6 @@ _WARM = Mix((4,), (1,))
 
 
 @dataclass(frozen=True, slots=True)
-class FewSteps:
-    """A LoRA adapter trained for few steps without guidance."""
-
-    steps: int
-    adapter: Path | None
-    """None: an untrained one, to measure its speed."""
-
-
-@dataclass(frozen=True, slots=True)
 class Ways:
     """The optimisations to measure; none is started."""
 
@@ -76,14 +52,12 @@ class Ways:
     """Those that cannot be measured, with the reason."""
 
 
-def faster_sides(
-    exact: SegueDriver, caches: Sequence[tuple[str, float | None]], guidance: float, few: FewSteps, files: Path
-) -> Ways:
+def faster_sides(exact: SegueDriver, bench: DiffusionBench, files: Path) -> Ways:
     """All lossy optimisations. `files`: a directory to write to."""
     network = exact.model_dir / ("transformer" if "transformer" in read_config(exact.model_dir) else "unet")
     distilled = bool(read_config(network).get("guidance_embeds"))
-    same: list[ImageDriver] = [cached(exact, *cache) for cache in caches]
-    if guidance > 1 and not distilled:
+    same: list[ImageDriver] = [cached(exact, *cache) for cache in bench.step_cache or CACHES]
+    if bench.guidance > 1 and not distilled:
         interval = f"guidance_interval {INTERVAL[0]:g}-{INTERVAL[1]:g}"
         same.append(ChangedDriver(interval, exact, guidance_interval=INTERVAL))
     # on a GPU bfloat16 is the dtype already
@@ -97,19 +71,20 @@ def faster_sides(
             file = files / f"{kind}.gguf"
             write_gguf(network, file, kind)
             own.append(exact.with_denoiser(f"GGUF {kind}", {"gguf": str(file)}))
-    adapter = few.adapter
-    if adapter is None:
-        adapter = files / "untrained.safetensors"
+    # an untrained adapter shows the speed of a trained one
+    adapter, trained = files / "untrained.safetensors", "untrained "
+    if bench.few_steps_lora is not None:
+        adapter, trained = bench.few_steps_lora.resolve(), ""
+    else:
         write_untrained_lora(network, adapter)
-    trained = "" if few.adapter is not None else "untrained "
-    # a distilled network's guidance scale is its input, and stays
+    # few steps are for no guidance; a distilled network's guidance scale is its input, and stays
     none: dict[str, Any] = {"true_cfg_scale": 1.0} if exact.true_cfg else {"guidance_scale": 0.0}
     own.append(
         exact.with_denoiser(
-            f"{few.steps} steps with {trained}LoRA",
+            f"{bench.few_steps} steps with {trained}LoRA",
             {"lora": {"adapters": {_ADAPTER: str(adapter)}, "max_rank": max(1, rank_of(adapter))}},
             adapter=_ADAPTER,
-            num_inference_steps=few.steps,
+            num_inference_steps=bench.few_steps,
             **({} if distilled else none),
         )
     )
@@ -132,12 +107,8 @@ class LossSide(msgspec.Struct, kw_only=True):
     largest_difference: float
 
 
-class LossResult(msgspec.Struct, kw_only=True):
-    version: int = VERSION
+class LossResult(Growing, kw_only=True):
     benchmark: str = "losses"
-    finished: str
-    """ISO 8601, UTC."""
-    machine: Machine
     model: str
     pipeline: str
     dtype: str
@@ -160,26 +131,14 @@ async def run(bench: DiffusionBench) -> LossResult:
     size, count = bench.sizes[0], bench.requests
     [warm] = images(_WARM, size, 10**6, 1, bench.guidance, bench.seed)
     rounds = [images(CACHED, size, one * count, count, bench.guidance, bench.seed) for one in range(bench.rounds)]
-    few = FewSteps(bench.few_steps, bench.few_steps_lora and bench.few_steps_lora.resolve())
     with TemporaryDirectory() as files:
         async with serving([exact], bench.say):
             await ask(exact, warm)
-            ways = faster_sides(exact, bench.step_cache or CACHES, bench.guidance, few, Path(files))
+            ways = faster_sides(exact, bench, Path(files))
             sides, refused = await measured(exact, ways, warm, rounds, bench.say)
-    result = LossResult(
-        finished=now(),
-        machine=found,
-        model=bench.model_dir.name,
-        pipeline=pipeline,
-        dtype=bench.dtype,
-        size=size,
-        steps=str(CACHED),
-        images=count * bench.rounds,
-        guidance=bench.guidance,
-        seed=bench.seed,
-        sides=sides,
-        refused=refused,
-    )
+    about = {"model": bench.model_dir.name, "pipeline": pipeline, "size": size, "steps": str(CACHED)}
+    figures = {"images": count * bench.rounds, "sides": sides, "refused": refused}
+    result = settings_of(LossResult, bench, finished=now(), done=1, planned=1, machine=found, **about, **figures)
     bench.keep(result)
     return result
 
@@ -200,7 +159,7 @@ async def measured(
     made: dict[str, LossSide] = {}
 
     async def compared(faster: Sequence[ImageDriver]) -> list[ImageOutcome]:
-        slices = by_side(await in_turn([exact, *faster], asked, closed(1), 1, say, _summary))
+        slices = by_side(await in_turn([exact, *faster], asked, closed(1), 1, say, mean_jct))
         outcomes = {name: outcomes_of(own) for name, own in slices.items()}
         for name, theirs in outcomes.items():
             made.setdefault(name, loss(theirs, outcomes[exact.name]))
@@ -223,7 +182,7 @@ async def measured(
                 await compared([way])
         finally:
             await way.stop()
-    together = await in_turn([exact], asked, closed(_BATCH), _BATCH, lambda line: None, _summary)
+    together = await in_turn([exact], asked, closed(_BATCH), _BATCH, lambda line: None, mean_jct)
     made[TOGETHER] = loss(outcomes_of(together), alone)
     return made, refused
 
@@ -237,28 +196,28 @@ def loss(outcomes: Sequence[ImageOutcome], exact: Sequence[ImageOutcome]) -> Los
         speed=mean([one.jct for one in exact]) / seconds,
         psnr=_psnr(mean(errors)),
         lowest_psnr=_psnr(max(errors)),
-        mean_difference=mean_difference(outcomes, exact),
-        largest_difference=largest_difference(outcomes, exact),
+        **differences(outcomes, exact),
     )
+
+
+_COLUMNS: NamedColumns[LossSide] = {
+    "seconds per image": lambda side, one: f"{one.seconds:.2f}",
+    "speed": lambda side, one: "" if side == TOGETHER else f"{one.speed:.2f}×",
+    "PSNR (dB)": lambda side, one: _decibels(one.psnr),
+    "of the worst image (dB)": lambda side, one: _decibels(one.lowest_psnr),
+    "difference, mean / largest": lambda side, one: f"{one.mean_difference:.4f} / {one.largest_difference:.4f}",
+}
 
 
 def markdown(result: LossResult) -> str:
     """The whole result, as a table."""
-    columns: Columns[tuple[str, LossSide]] = {
-        "side": lambda row: row[0],
-        "seconds per image": lambda row: f"{row[1].seconds:.2f}",
-        "speed": lambda row: "" if row[0] == TOGETHER else f"{row[1].speed:.2f}×",
-        "PSNR (dB)": lambda row: _decibels(row[1].psnr),
-        "of the worst image (dB)": lambda row: _decibels(row[1].lowest_psnr),
-        "difference, mean / largest": lambda row: f"{row[1].mean_difference:.4f} / {row[1].largest_difference:.4f}",
-    }
     return page(
         [
             f"## Losses: {result.pipeline} ({result.model}), {result.dtype}, {result.finished[:10]}",
             f"{result.machine.cores} cores of {result.machine.cpu}. {result.images} images of {result.size} x "
             f"{result.size}, {result.steps}, guidance {result.guidance:g}, seed {result.seed}; one client but for the "
             "last side.",
-            table_of(result.sides.items(), columns),
+            table_by("side", result.sides, _COLUMNS),
             *(f"Not measured: {line}" for line in result.refused),
         ]
     )
@@ -276,7 +235,3 @@ def _squared(mine: ImageOutcome, theirs: ImageOutcome) -> float:
 
 def _psnr(squared: float) -> float | None:
     return None if squared == 0 else float(-10 * np.log10(squared))
-
-
-def _summary(taken: ImageSlice) -> str:
-    return f"mean JCT {mean([one.jct for one in taken.outcomes]):.2f} s"

@@ -14,17 +14,14 @@ from typing import Any
 import msgspec
 
 from segue.bench.diffusion.workload import ImageRequest
-from segue.bench.harness.process import Generate, serve_batches
+from segue.bench.harness.process import Generate, ModelOptions, serve_batches
 
 TRUE_CFG = "true_cfg_scale"
 
 
-class Options(msgspec.Struct, kw_only=True):
-    """Options for loading the pipeline; the process receives them as JSON in `argv`."""
+class Options(ModelOptions, kw_only=True):
+    """Options for loading the pipeline."""
 
-    model_dir: str
-    dtype: str
-    threads: int
     sizes: list[int]
     """Sizes of images in pixels, for which the operations of one network call are counted."""
 
@@ -130,25 +127,19 @@ def _flops(pipeline: Any, size: int) -> float:
 
     network = _network(pipeline)
     counts: list[float] = []
-    counter = FlopCounterMode(display=False)
+    forward = network.forward
 
-    def before(module: Any, arguments: Any, named: Any) -> None:
-        counter.__enter__()
+    def counted(*arguments: Any, **named: Any) -> Any:
+        with FlopCounterMode(display=False) as counter:
+            output = forward(*arguments, **named)
+        counts.append(counter.get_total_flops() / output[0].shape[0])
+        return output
 
-    def after(module: Any, arguments: Any, named: Any, output: Any) -> None:
-        counter.__exit__(None, None, None)
-        rows = output[0].shape[0]
-        counts.append(counter.get_total_flops() / rows)
-
-    hooks = [
-        network.register_forward_pre_hook(before, with_kwargs=True),
-        network.register_forward_hook(after, with_kwargs=True),
-    ]
+    network.forward = counted
     try:
         _generate(pipeline, [ImageRequest(0, "a cat", "", 1.0, size, 2, 0)])
     finally:
-        for hook in hooks:
-            hook.remove()
+        del network.forward
     return counts[0]
 
 

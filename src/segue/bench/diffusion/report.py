@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from segue.bench.diffusion.results import DiffusionResult, DiffusionScenario, DiffusionSide
-from segue.bench.harness.report import Columns, bars, drawn, host, page, startup_table, table_of, three
+from segue.bench.harness.report import NamedColumns, bars, drawn, host, page, startup_table, table_by, three
 
 
 def markdown(result: DiffusionResult) -> str:
@@ -31,31 +31,25 @@ def scenario_table(scenario: DiffusionScenario) -> str:
         network = "" if one.network_of_ceiling is None else f" / {one.network_of_ceiling:.0%}"
         return f"{one.of_ceiling:.0%}{network}"
 
-    columns: Columns[tuple[str, DiffusionSide]] = {
-        "side": lambda row: row[0],
-        "images/s": lambda row: f"{row[1].images_per_second:.3f}",
-        "Segue over it": lambda row: (
-            "" if row[1] is own else f"{own.images_per_second / row[1].images_per_second:.2f}×"
-        ),
-        "steps/s": lambda row: f"{row[1].steps_per_second:.2f}",
-        "JCT mean / p50 / p99 (s)": lambda row: three(row[1].jct),
-        "mean JCT of Segue over it": lambda row: "" if row[1] is own else f"{own.jct.mean / row[1].jct.mean:.0%}",
-        "first image (s)": lambda row: f"{row[1].first_preview.mean:.2f}",
-        "of the ceiling, all / denoiser": lambda row: ceilings(row[1]),
-        "memory (MiB)": lambda row: f"{row[1].pss_bytes / 2**20:.0f}",
-        "difference, mean / largest": lambda row: (
-            "" if row[1] is own else f"{row[1].mean_difference:.4f} / {row[1].largest_difference:.4f}"
+    columns: NamedColumns[DiffusionSide] = {
+        "images/s": lambda _, one: f"{one.images_per_second:.3f}",
+        "Segue over it": lambda _, one: "" if one is own else f"{own.images_per_second / one.images_per_second:.2f}×",
+        "steps/s": lambda _, one: f"{one.steps_per_second:.2f}",
+        "JCT mean / p50 / p99 (s)": lambda _, one: three(one.jct),
+        "mean JCT of Segue over it": lambda _, one: "" if one is own else f"{own.jct.mean / one.jct.mean:.0%}",
+        "first image (s)": lambda _, one: f"{one.first_preview.mean:.2f}",
+        "of the ceiling, all / denoiser": lambda _, one: ceilings(one),
+        "memory (MiB)": lambda _, one: f"{one.pss_bytes / 2**20:.0f}",
+        "difference, mean / largest": lambda _, one: (
+            "" if one is own else f"{one.mean_difference:.4f} / {one.largest_difference:.4f}"
         ),
     }
-    return table_of(scenario.sides.items(), columns)
+    return table_by("side", scenario.sides, columns)
 
 
 def plot(result: DiffusionResult, path: Path) -> None:
     """Left: images per second. Right: mean time per image."""
     title = f"{result.settings.pipeline}, {result.settings.dtype}, {result.finished[:10]}"
     with drawn(path, title, (15, 1.5 + 0.7 * max(4, len(result.scenarios))), columns=2) as [[left, right]]:
-        sides = {one.name.replace(", ", "\n", 1): one.sides for one in result.scenarios}
-        speeds = {name: {side: one.images_per_second for side, one in own.items()} for name, own in sides.items()}
-        bars(left, speeds, "images per second", 2)
-        times = {name: {side: one.jct.mean for side, one in own.items()} for name, own in sides.items()}
-        bars(right, times, "mean seconds until an image is there", 2)
+        bars(left, result.scenarios, lambda side: side.images_per_second, "images per second", 2)
+        bars(right, result.scenarios, lambda side: side.jct.mean, "mean seconds until an image is there", 2)

@@ -6,42 +6,32 @@ from collections.abc import Sequence
 
 import msgspec
 
-from segue.bench.diffusion.workload import ImageOutcome, ImageSlice, largest_difference, mean_difference
+from segue.bench.diffusion.workload import ImageSlice, differences, steps_of
 from segue.bench.harness.load import outcomes_of
 from segue.bench.harness.results import LoadResult
-from segue.bench.harness.stats import Summary, mean, summary
+from segue.bench.harness.scenarios import LoadScenario, LoadSettings, LoadSide, over_rounds, summaries
+from segue.bench.harness.stats import Summary, summary
 
 
-class DiffusionSettings(msgspec.Struct, kw_only=True):
+class DiffusionSettings(LoadSettings, kw_only=True):
     """Settings of the run."""
 
-    model: str
     pipeline: str
-    dtype: str
-    seed: int
-    rounds: int
     threads: int
     guidance: float
     versions: dict[str, str]
     requests: int = 0
     """Requests per round of a closed loop with several clients; half as many with one. 0 in older files."""
-    environment: dict[str, str] = {}
-    """Environment variables of all sides' processes; empty in older files, where only Segue's workers had any."""
     ceiling: float
     """Floating-point operations per second of a large matmul on this machine with the same number of threads."""
 
 
-class DiffusionSide(msgspec.Struct, kw_only=True):
-    """One side in one scenario, over all rounds. Times in seconds."""
+class DiffusionSide(LoadSide, kw_only=True):
+    """One side in one scenario, over all rounds; `by_round`: steps per second. Times in seconds."""
 
-    requests: int
-    wall: float
     images_per_second: float
     steps_per_second: float
     """Denoising steps of all requests; each is one row per guidance branch."""
-    by_round: list[float]
-    """Steps per second of each round."""
-    jct: Summary
     jct_by_steps: dict[int, Summary]
     first_preview: Summary
     of_ceiling: float
@@ -49,23 +39,16 @@ class DiffusionSide(msgspec.Struct, kw_only=True):
     waiting reduce it."""
     network_of_ceiling: float | None = None
     """The same within the seconds in which the denoiser steps (for `diffusers`: in which its network runs)."""
-    pss_bytes: int
-    """Memory of the side's processes after its turns."""
     largest_difference: float = 0.0
     """Largest difference from the first side's images of the same requests, in [0, 1]."""
     mean_difference: float = 0.0
     """Mean difference over all values."""
 
 
-class DiffusionScenario(msgspec.Struct, kw_only=True):
-    """One load on every side; ratios refer to entries of `sides`."""
+class DiffusionScenario(LoadScenario, kw_only=True):
+    """One load on every side."""
 
-    name: str
     size: int
-    clients: int
-    """0: arrivals of a Poisson process."""
-    rate: float = 0.0
-    """Arrivals per second."""
     sides: dict[str, DiffusionSide]
 
 
@@ -84,29 +67,18 @@ def side_of(
 ) -> DiffusionSide:
     """The figures of one side from its slices. `first`: slices of the side it is compared with; `ideal`: seconds per
     step at the ceiling; `denoising`: seconds of the denoiser's steps, if the outcomes do not contain them."""
-    outcomes, theirs = outcomes_of(slices), outcomes_of(first)
-    wall = sum(taken.wall for taken in slices)
-    steps = sum(one.steps for one in outcomes)
+    outcomes, common = outcomes_of(slices), over_rounds(slices, steps_of)
+    wall, steps = common["wall"], sum(one.steps for one in outcomes)
     denoising = denoising or sum(one.network for one in outcomes)
+    counts = sorted({one.steps for one in outcomes})
     return DiffusionSide(
-        requests=len(outcomes),
-        wall=wall,
+        **common,
+        **summaries(outcomes, ("first_preview",)),
+        **differences(outcomes, outcomes_of(first)),
         images_per_second=len(outcomes) / wall,
         steps_per_second=steps / wall,
-        by_round=[sum(one.steps for one in taken.outcomes) / taken.wall for taken in slices],
-        jct=summary([one.jct for one in outcomes]),
-        jct_by_steps={
-            count: summary([one.jct for one in outcomes if one.steps == count])
-            for count in sorted({one.steps for one in outcomes})
-        },
-        first_preview=summary([one.first_preview for one in outcomes]),
+        jct_by_steps={count: summary([one.jct for one in outcomes if one.steps == count]) for count in counts},
         of_ceiling=steps * ideal / wall,
         network_of_ceiling=steps * ideal / denoising if denoising else None,
         pss_bytes=pss_bytes,
-        largest_difference=largest_difference(outcomes, theirs),
-        mean_difference=mean_difference(outcomes, theirs),
     )
-
-
-def mean_jct(outcomes: Sequence[ImageOutcome]) -> float:
-    return mean([one.jct for one in outcomes])

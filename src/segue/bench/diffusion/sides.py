@@ -36,6 +36,9 @@ def deployment(file: Path | None) -> Mapping[str, Any]:
 class SegueDriver(AsyncOmniDriver):
     """Sends requests to a running Segue."""
 
+    previews = 0
+    """Number of previews that every further request asks for."""
+
     def __init__(
         self,
         model_dir: Path,
@@ -51,13 +54,9 @@ class SegueDriver(AsyncOmniDriver):
         super().__init__(name, model_dir, dtype=dtype, config=config)
         self.model_dir = model_dir
         self._made = (model_dir, pipeline, dtype)
-        self._config = config
-        self._adapter = adapter
-        self._changes = changes
+        self._config, self._adapter, self._changes = config, adapter, changes
         self.true_cfg = TRUE_CFG in guided(pipeline, 1.0)
         """Whether the guidance parameter is `true_cfg_scale`; else it is `guidance_scale`."""
-        self.previews = 0
-        """Number of previews that every further request asks for."""
 
     def with_denoiser(self, name: str, keys: Mapping[str, Any], **more: Any) -> SegueDriver:
         """A driver of another Segue whose denoiser is deployed with these keys. `more`: adapter and changes."""
@@ -70,28 +69,9 @@ class SegueDriver(AsyncOmniDriver):
         steps = snapshot(self.stats()).get(_DENOISING)
         return 0.0 if steps is None else steps.sum
 
-    async def run(self, request: ImageRequest) -> ImageOutcome:
-        return await self.make(request)
-
-    async def make(self, request: ImageRequest, **changes: Any) -> ImageOutcome:
-        """Send the request with further changes, and return its outcome."""
+    async def run(self, request: ImageRequest, **changes: Any) -> ImageOutcome:
+        """`changes`: further ones of this request."""
         sent = time.monotonic()
-        preview, image = None, b""
-        async with aclosing(self._omni.stream(self._asked(request, changes))) as deltas:
-            async for delta in deltas:
-                if isinstance(delta, ImageDelta):
-                    preview = preview or time.monotonic() - sent
-                    image = delta.data if delta.partial is None else b""
-                elif isinstance(delta, Finished):
-                    jct = time.monotonic() - sent
-                    assert preview is not None, "an image request ends with an image"
-                    return ImageOutcome(
-                        index=request.index, steps=request.steps, jct=jct, first_preview=preview, image=image
-                    )
-        raise AssertionError("a stream ends with Finished or an error")
-
-    def _asked(self, request: ImageRequest, changes: Mapping[str, Any]) -> Request:
-        """Segue's form of a request."""
         params = DiffusionParams(
             negative_prompt=request.negative_prompt,
             height=request.size,
@@ -101,7 +81,7 @@ class SegueDriver(AsyncOmniDriver):
             true_cfg_scale=request.guidance if self.true_cfg else None,
             guidance_scale=None if self.true_cfg else request.guidance,
         )
-        return Request(
+        asked = Request(
             request_id=uuid.uuid4().hex,
             prompt=request.prompt,
             modalities=["image"],
@@ -109,6 +89,19 @@ class SegueDriver(AsyncOmniDriver):
             adapter=self._adapter,
             diffusion=msgspec.structs.replace(params, **self._changes, **changes),
         )
+        preview, image = None, b""
+        async with aclosing(self._omni.stream(asked)) as deltas:
+            async for delta in deltas:
+                came = time.monotonic() - sent
+                if isinstance(delta, ImageDelta):
+                    preview = preview or came
+                    image = delta.data if delta.partial is None else b""
+                elif isinstance(delta, Finished):
+                    assert preview is not None, "an image request ends with an image"
+                    return ImageOutcome(
+                        index=request.index, steps=request.steps, jct=came, first_preview=preview, image=image
+                    )
+        raise AssertionError("a stream ends with Finished or an error")
 
 
 class ChangedDriver:
@@ -133,7 +126,7 @@ class ChangedDriver:
         return self._segue.processes()
 
     async def run(self, request: ImageRequest) -> ImageOutcome:
-        return await self._segue.make(request, **self._changes)
+        return await self._segue.run(request, **self._changes)
 
 
 def cached(segue: SegueDriver, step_cache: str, threshold: float | None) -> ChangedDriver:

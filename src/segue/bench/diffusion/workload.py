@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from segue.bench.harness.load import LoadSlice
+from segue.bench.harness.scenarios import LoadOutcome
 
 _COLOURS = ("red", "green", "blue", "golden", "grey", "white")
 _THINGS = ("bicycle", "lighthouse", "kettle", "violin", "harbour", "cat", "orchard", "bridge")
@@ -30,18 +32,14 @@ class ImageRequest(msgspec.Struct, frozen=True):
     seed: int
 
 
-class ImageOutcome(msgspec.Struct, kw_only=True):
-    """One answered request. Times are seconds since the client sent it."""
+class ImageOutcome(LoadOutcome, kw_only=True):
+    """One answered request."""
 
-    index: int
     steps: int
-    jct: float
     first_preview: float
     """Time of the first image at the client: the final image if the side sends no previews."""
     image: bytes
     """uint8 RGB, row by row."""
-    sent: float = 0.0
-    """time.monotonic() at the client."""
     network: float = 0.0
     """Seconds of the network's calls for it, if the side reports them per image."""
 
@@ -56,6 +54,10 @@ class ImageOutcome(msgspec.Struct, kw_only=True):
 
 
 ImageSlice = LoadSlice[ImageOutcome]
+
+
+def steps_of(outcome: ImageOutcome) -> float:
+    return outcome.steps
 
 
 class WrongImage(Exception):
@@ -102,17 +104,12 @@ def images(mix: Mix, size: int, start: int, count: int, guidance: float, seed: i
     return made
 
 
-def largest_difference(mine: Sequence[ImageOutcome], theirs: Sequence[ImageOutcome]) -> float:
-    """Largest difference between images of equal requests, in [0, 1]; images are rounded to 8 bits, so the smallest
-    difference is 1/255."""
-    return max(float(one.max()) for one in _differences(mine, theirs)) / 255
-
-
-def mean_difference(mine: Sequence[ImageOutcome], theirs: Sequence[ImageOutcome]) -> float:
-    """Mean difference between the values of equal requests, in [0, 1]."""
-    return float(np.mean([one.mean() for one in _differences(mine, theirs)])) / 255
-
-
-def _differences(mine: Sequence[ImageOutcome], theirs: Sequence[ImageOutcome]) -> Iterator[np.ndarray]:
-    for a, b in zip(mine, theirs, strict=True):
-        yield np.abs(np.frombuffer(a.image, np.uint8).astype(int) - np.frombuffer(b.image, np.uint8))
+def differences(mine: Sequence[ImageOutcome], theirs: Sequence[ImageOutcome]) -> dict[str, Any]:
+    """Largest and mean difference between images of equal requests, in [0, 1], as fields of a side. Images are rounded
+    to 8 bits, so the smallest difference is 1/255."""
+    images = [[np.frombuffer(one.image, np.uint8) for one in both] for both in zip(mine, theirs, strict=True)]
+    apart = [np.abs(a.astype(int) - b) for a, b in images]
+    return {
+        "largest_difference": max(float(one.max()) for one in apart) / 255,
+        "mean_difference": float(np.mean([one.mean() for one in apart])) / 255,
+    }

@@ -140,6 +140,11 @@ def poisson(rate: float, count: int, seed: int) -> list[float]:
     return times
 
 
+def load_of(clients: int, rate: float, count: int, seed: int) -> Load:
+    """A closed loop of so many clients; for 0 clients `count` Poisson arrivals."""
+    return closed(clients) if clients else arriving(poisson(rate, count, seed))
+
+
 @asynccontextmanager
 async def serving(drivers: Sequence[LoadDriver[Any, Any]], say: Callable[[str], None]) -> AsyncIterator[None]:
     """A context within which the sides serve; they are stopped also when this program is terminated."""

@@ -81,6 +81,16 @@ def table_of(rows: Iterable[R], columns: Columns[R]) -> str:
     return table(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
 
 
+NamedColumns = Mapping[str, Callable[[str, R], str]]
+"""Title → text of a cell of a named row, from its name and the row."""
+
+
+def table_by(name: str, rows: Mapping[str, R], columns: NamedColumns[R]) -> str:
+    """A Markdown table with a line per named row; `name`: title of the column of names. Empty without rows."""
+    lines = [[key, *(cell(key, row) for cell in columns.values())] for key, row in rows.items()]
+    return table([name, *columns], lines) if lines else ""
+
+
 def page(parts: Iterable[str]) -> str:
     """A report of its parts; empty ones are left out."""
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -89,6 +99,11 @@ def page(parts: Iterable[str]) -> str:
 def three(summary: Summary, digits: int = 2, scale: float = 1.0) -> str:
     """mean / p50 / p99."""
     return " / ".join(f"{scale * value:.{digits}f}" for value in (summary.mean, summary.p50, summary.p99))
+
+
+def milliseconds(summary: Summary | None) -> str:
+    """mean / p50 / p99 of seconds."""
+    return "" if summary is None else three(summary, 0, 1000)
 
 
 @contextmanager
@@ -107,17 +122,18 @@ def drawn(path: Path, title: str, size: tuple[float, float], *, rows: int = 1, c
     pyplot.close(figure)
 
 
-def bars(axes: Any, scenarios: Mapping[str, Mapping[str, float]], label: str, digits: int) -> None:
-    """Horizontal bars: scenario → side → value. `label`: of the axis."""
-    sides = list(dict.fromkeys(side for values in scenarios.values() for side in values))
+def bars(axes: Any, scenarios: Iterable[Any], figure: Callable[[Any], float], label: str, digits: int) -> None:
+    """Horizontal bars of one figure of every side of scenarios, which have `name` and `sides`. `label`: of the axis."""
+    values = {
+        one.name.replace(", ", "\n", 1): {side: figure(own) for side, own in one.sides.items()} for one in scenarios
+    }
+    sides = list(dict.fromkeys(side for own in values.values() for side in own))
     height = 0.8 / max(1, len(sides))
     for number, side in enumerate(sides):
-        own = [
-            (place + number * height, values[side]) for place, values in enumerate(scenarios.values()) if side in values
-        ]
+        own = [(place + number * height, one[side]) for place, one in enumerate(values.values()) if side in one]
         made = axes.barh([place for place, _ in own], [value for _, value in own], height, label=side)
         axes.bar_label(made, fmt=f"%.{digits}f", fontsize=7)
-    axes.set_yticks([place + 0.4 - height / 2 for place in range(len(scenarios))], list(scenarios), fontsize=7)
+    axes.set_yticks([place + 0.4 - height / 2 for place in range(len(values))], list(values), fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel(label)
     axes.legend(fontsize=8)

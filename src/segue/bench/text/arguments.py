@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from segue.bench.harness.arguments import ModelBench, counts, execute, option, rates, some_of
@@ -71,17 +72,14 @@ class TextBench(ModelBench):
 def start(bench: TextBench) -> int:
     """Make the preset if it is absent, and run."""
     # with torch and matplotlib: not for --help
+    from segue.bench.harness.checkpoint import made_once
     from segue.bench.text.report import markdown, plot
     from segue.bench.text.text import run
-    from segue.models.shared.tiny.made import filled
     from segue.models.text.causal_lm import tiny
     from segue.parallel.wire import dtype_of
 
     if bench.model is None:
-        target = bench.cache / bench.preset
-        if not (target / "config.json").is_file():
-            name, size, kept = PRESETS[bench.preset]
-            with filled(target) as made:
-                tiny.make(name, made, size=size, dtype=dtype_of(kept))
-        bench = replace(bench, model=target)
+        name, size, kept = PRESETS[bench.preset]
+        make = partial(tiny.make, name, size=size, dtype=dtype_of(kept))
+        bench = replace(bench, model=made_once(bench.cache / bench.preset, "config.json", make))
     return execute(bench, "text", run, markdown, plot)

@@ -15,22 +15,10 @@ from typing import Any
 import msgspec
 
 from segue.bench.harness.library import Continuous, answers, generate, padded
-from segue.bench.harness.process import Generate, serve_batches
+from segue.bench.harness.process import Generate, Loaded, ModelOptions, serve_batches
 from segue.bench.text.workload import TextRequest
 
 CACHE_TOKENS = 65536
-
-
-class Options(msgspec.Struct, kw_only=True):
-    """Options for loading the model; the process receives them as JSON in `argv`."""
-
-    model_dir: str
-    dtype: str
-    threads: int
-
-
-class Loaded(msgspec.Struct, tag=True):
-    """The model is loaded."""
 
 
 class Answer(msgspec.Struct, tag=True, kw_only=True):
@@ -42,7 +30,7 @@ class Answer(msgspec.Struct, tag=True, kw_only=True):
     """Time of each token in the process."""
 
 
-def load(options: Options) -> tuple[Loaded, Callable[[str], Generate[TextRequest]]]:
+def load(options: ModelOptions) -> tuple[Loaded, Callable[[str], Generate[TextRequest]]]:
     """Load the model; ways of serving are `one`, `static` (both `generate`) and `continuous`."""
     import torch
 
@@ -88,4 +76,4 @@ def _batched(continuous: Continuous, requests: Sequence[TextRequest]) -> list[An
 
 
 if __name__ == "__main__":
-    sys.exit(serve_batches(sys.argv[1:], Options, TextRequest, load))
+    sys.exit(serve_batches(sys.argv[1:], ModelOptions, TextRequest, load))

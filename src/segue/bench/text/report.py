@@ -6,17 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from segue.bench.harness.report import (
-    Columns,
+    NamedColumns,
     bars,
     drawn,
     host,
+    milliseconds,
     page,
     startup_table,
     table,
-    table_of,
-    three,
+    table_by,
 )
+from segue.bench.harness.stats import Summary
 from segue.bench.text.results import Scenario, TextResult, TextSide
+
+_INTRUSION: NamedColumns[Summary] = {
+    "ITL of running answers, mean / p50 / p99 (ms)": lambda side, gaps: milliseconds(gaps)
+}
 
 
 def markdown(result: TextResult) -> str:
@@ -34,8 +39,7 @@ def markdown(result: TextResult) -> str:
         parts += [f"### {scenario.name}", scenario_table(scenario)]
     if result.intrusion:
         parts.append(f"### While a prompt of {result.intrusion_prompt} tokens is read")
-        gaps = [[side, three(gaps, 0, 1000)] for side, gaps in result.intrusion.items()]
-        parts.append(table(["side", "ITL of running answers, mean / p50 / p99 (ms)"], gaps))
+        parts.append(table_by("side", result.intrusion, _INTRUSION))
     if result.crowds:
         sides = list(dict.fromkeys(side for case in result.crowds.values() for side in case))
         rows = [[case, *(f"{walls[side]:.2f}" for side in sides)] for case, walls in result.crowds.items()]
@@ -44,31 +48,26 @@ def markdown(result: TextResult) -> str:
 
 
 def scenario_table(scenario: Scenario) -> str:
-    columns: Columns[tuple[str, TextSide]] = {
-        "side": lambda row: row[0],
-        "tokens/s": lambda row: f"{row[1].tokens_per_second:.1f}",
-        "Segue over it": lambda row: f"{scenario.ratios[row[0]]:.2f}×" if row[0] in scenario.ratios else "",
-        "TTFT mean / p50 / p99 (ms)": lambda row: three(row[1].ttft, 0, 1000),
-        "TPOT mean / p50 / p99 (ms)": lambda row: three(row[1].tpot, 0, 1000),
-        "ITL mean / p50 / p99 (ms)": lambda row: "" if row[1].itl is None else three(row[1].itl, 0, 1000),
-        "same tokens": lambda row: f"{row[1].same_tokens:.0%}",
+    columns: NamedColumns[TextSide] = {
+        "tokens/s": lambda side, one: f"{one.tokens_per_second:.1f}",
+        "Segue over it": lambda side, one: f"{scenario.ratios[side]:.2f}×" if side in scenario.ratios else "",
+        "TTFT mean / p50 / p99 (ms)": lambda side, one: milliseconds(one.ttft),
+        "TPOT mean / p50 / p99 (ms)": lambda side, one: milliseconds(one.tpot),
+        "ITL mean / p50 / p99 (ms)": lambda side, one: milliseconds(one.itl),
+        "same tokens": lambda side, one: f"{one.same_tokens:.0%}",
     }
     if scenario.objective:
         ttft, tpot = scenario.objective
         kept = f"requests/s within {ttft:g} s, {1000 * tpot:g} ms"
-        columns = {**columns, kept: lambda row: f"{row[1].goodput:.2f} ({row[1].kept:.0%})"}
-    return table_of(scenario.sides.items(), columns)
+        columns = {**columns, kept: lambda side, one: f"{one.goodput:.2f} ({one.kept:.0%})"}
+    return table_by("side", scenario.sides, columns)
 
 
 def plot(result: TextResult, path: Path) -> None:
     """Left: output tokens per second of every side in every scenario. Right: the crowds."""
     title = f"{result.settings.model}, {result.settings.dtype}, {result.finished[:10]}"
     with drawn(path, title, (15, 1.5 + 0.7 * max(6, len(result.scenarios))), columns=2) as [[left, right]]:
-        speeds = {
-            one.name: {side: figures.tokens_per_second for side, figures in one.sides.items()}
-            for one in result.scenarios
-        }
-        bars(left, speeds, "output tokens per second", 1)
+        bars(left, result.scenarios, lambda side: side.tokens_per_second, "output tokens per second", 1)
         _crowds(right, result.crowds)
 
 

@@ -16,6 +16,7 @@ from itertools import pairwise
 import msgspec
 
 from segue.bench.harness.load import LoadDriver, LoadSlice, ask, turn
+from segue.bench.harness.scenarios import LoadOutcome
 
 FIRST_ID = 300
 """Lower ids are not used: small vocabularies have their special tokens there."""
@@ -32,25 +33,22 @@ class TextRequest(msgspec.Struct, frozen=True):
     """Exact number of output tokens."""
 
 
-class TextOutcome(msgspec.Struct, kw_only=True):
-    """One answered request. Times are seconds since the client sent it."""
+class TextOutcome(LoadOutcome, kw_only=True):
+    """One answered request."""
 
-    index: int
-    prompt_tokens: int
     times: list[float]
     """Time of each token at the client; several may arrive together."""
-    jct: float
-    """Time of the whole answer at the client."""
-    token_ids: list[int] = []
-    sent: float = 0.0
-    """time.monotonic() at the client."""
+    token_ids: list[int] = msgspec.field(default_factory=list)
+
+    def count(self) -> int:
+        """Number of output tokens."""
+        return len(self.times)
 
     def check(self, request: TextRequest) -> None:
         """Raise `WrongLength` unless the number of tokens is the requested one."""
         if len(self.times) != request.tokens:
-            raise WrongLength(
-                f"request {request.index}: {len(self.times)} tokens came, {request.tokens} were asked for"
-            )
+            came = f"{len(self.times)} tokens came, {request.tokens} were asked for"
+            raise WrongLength(f"request {request.index}: {came}")
 
     @property
     def ttft(self) -> float:

@@ -1,18 +1,45 @@
-"""Write files of weights: in bfloat16, and those that some lossy optimisations need (GGUF, and a LoRA adapter for few
-steps)."""
+"""Make the checkpoints of benchmarks, and files of weights: in bfloat16, and those that some lossy optimisations need
+(GGUF, and a LoRA adapter)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from segue.messages.errors import ConfigError
+from segue.models.registry import tiny_preset
+from segue.models.shared.tiny.made import filled
+
 ADAPTED = ("to_q", "to_k", "to_v", "to_out.0")
 """Layers that LoRA trainers choose by default."""
 RANK = 16
+
+
+def made_once(target: Path, known: str, make: Callable[[Path], object]) -> Path:
+    """The directory of a checkpoint, filled by `make` unless it has the file `known`."""
+    if not (target / known).is_file():
+        with filled(target) as made:
+            make(made)
+    return target
+
+
+def preset(cache: Path, name: str, size: str, known: str, kept: str = "float32", field: str = "size") -> Path:
+    """A preset of `segue tiny` under `cache`, made if absent, with weights of dtype `kept` on the disk. Raises
+    `ConfigError` for a size that it does not have; `field`: the option that names the size."""
+    tiny = tiny_preset(name)
+    if size not in tiny.sizes:
+        raise ConfigError(f"{name} has no size {size!r}; it has {', '.join(tiny.sizes)}", field=field)
+
+    def make(directory: Path) -> None:
+        tiny.make(directory, size, 0)
+        if kept == "bfloat16":
+            keep_in_bfloat16(directory)
+
+    return made_once(cache / f"{name}-{size}{'-bf16' if kept == 'bfloat16' else ''}", known, make)
 
 
 def keep_in_bfloat16(directory: Path) -> None:
@@ -63,16 +90,15 @@ def write_untrained_lora(network: Path, file: Path) -> None:
 
 def rank_of(adapter: Path) -> int:
     """The largest rank in an adapter: a file, or a directory with one."""
-    largest = 0
+    ranks = [0]
     for file in [adapter] if adapter.is_file() else adapter.glob("*.safetensors"):
-        with safe_open(str(file), "pt") as tensors:
-            names = [name for name in tensors.keys() if ".lora_A." in name or ".lora_down." in name]  # noqa: SIM118
-            largest = max([largest, *(tensors.get_slice(name).get_shape()[0] for name in names)])
-    return largest
+        ranks += [len(tensor) for name, tensor in _tensors(file) if ".lora_A." in name or ".lora_down." in name]
+    return max(ranks)
 
 
 def _tensors(network: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in sorted(network.glob("*.safetensors")):
+    """The tensors of a file, or of those in a directory."""
+    for file in [network] if network.is_file() else sorted(network.glob("*.safetensors")):
         with safe_open(str(file), "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  not a dict
                 yield name, tensors.get_tensor(name)
