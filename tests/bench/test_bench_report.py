@@ -18,20 +18,21 @@ from segue.bench.harness.hardware import Machine, machine
 from segue.bench.harness.meters import SideUsage
 from segue.bench.harness.report import result_path, write_report
 from segue.bench.harness.results import measure, read_values, result_of, write_result
+from segue.bench.harness.scenarios import ratios
+from segue.bench.harness.stages import StageFigures
 from segue.bench.harness.stats import HistogramFigures, Ratio, Summary
 from segue.bench.omni.outcome import OmniSlice, WrongWork
 from segue.bench.omni.report import markdown, plot, typical
 from segue.bench.omni.results import (
+    METRICS,
     LevelResult,
     Result,
     Settings,
-    StageFigures,
     agreement,
     baseline_stages,
     check_agreement,
     check_lengths,
     figures,
-    ratios,
 )
 from segue.bench.own import OwnResult
 from segue.bench.own import Row as OwnRow
@@ -54,7 +55,7 @@ def level(concurrency: int) -> LevelResult:
     return LevelResult(
         concurrency=concurrency,
         sides={"segue": figures([mine]), BASELINE: figures([theirs])},
-        ratios={BASELINE: ratios([mine], [theirs])},
+        ratios={BASELINE: ratios([mine], [theirs], METRICS)},
         agreement={BASELINE: agreement(mine.outcomes, theirs.outcomes)},
         stages={"segue": {"thinker": thinker}, BASELINE: baseline_stages([theirs])},
         hops={"thinker->talker": HistogramFigures(9, 0.0005, 0.0004, 0.002)},

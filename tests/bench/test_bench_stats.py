@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from segue.bench.harness.scenarios import ratios
+from segue.bench.harness.stages import hop_figures
 from segue.bench.harness.stats import added, histogram_figures, percentile, since, snapshot, summary, together
 from segue.bench.omni.outcome import FirstAudio, OmniSlice, Outcome
-from segue.bench.omni.results import agreement, baseline_stages, figures, hop_figures, ratios, segue_stages
+from segue.bench.omni.results import METRICS, agreement, baseline_stages, figures, segue_stages
 from segue.messages.stats import Histogram, WorkerStats
 
 np = pytest.importorskip("numpy")
@@ -63,7 +65,7 @@ def test_a_sides_figures_count_all_its_rounds() -> None:
 def test_a_ratio_pairs_requests_and_is_certain_where_every_pair_agrees() -> None:
     mine = [OmniSlice("a", 1.0, [outcome(0, 1.0), outcome(1, 2.0)]), OmniSlice("a", 1.0, [outcome(2, 4.0)])]
     theirs = [OmniSlice("b", 1.0, [outcome(0, 4.0), outcome(1, 8.0)]), OmniSlice("b", 1.0, [outcome(2, 16.0)])]
-    found = ratios(mine, theirs)["jct"]
+    found = ratios(mine, theirs, METRICS)["jct"]
     assert found.mean == found.low == found.high == pytest.approx(0.25)
     assert found.by_round == [0.25, 0.25]
 
@@ -71,18 +73,18 @@ def test_a_ratio_pairs_requests_and_is_certain_where_every_pair_agrees() -> None
 def test_a_ratio_of_means_weighs_long_requests_and_its_interval_holds_it() -> None:
     mine = [OmniSlice("a", 1.0, [outcome(0, 1.0), outcome(1, 1.0), outcome(2, 9.0)])]
     theirs = [OmniSlice("b", 1.0, [outcome(0, 2.0), outcome(1, 1.0), outcome(2, 19.0)])]
-    found = ratios(mine, theirs)["jct"]
+    found = ratios(mine, theirs, METRICS)["jct"]
     assert found.mean == pytest.approx(0.5)  # 11 / 22
     assert found.low == pytest.approx(9 / 19, abs=0.01)  # only the third request drawn
     assert found.low < found.mean < found.high <= 1.0
-    assert ratios(mine, theirs)["jct"] == found, "the same draw every time"
+    assert ratios(mine, theirs, METRICS)["jct"] == found, "the same draw every time"
 
 
 def test_sides_with_different_requests_have_no_ratio() -> None:
     mine = [OmniSlice("a", 1.0, [outcome(0, 1.0), outcome(1, 1.0)])]
     theirs = [OmniSlice("b", 1.0, [outcome(0, 1.0)])]
     with pytest.raises(ValueError, match="zip"):
-        ratios(mine, theirs)
+        ratios(mine, theirs, METRICS)
 
 
 def test_agreement_is_the_share_of_equal_answers() -> None:

@@ -2,5 +2,5 @@
 network namespaces, load, meters, statistics, rounds, scenarios, result files and reports.
 
 Doors: `arguments`, `async_omni`, `checkpoint`, `device`, `hardware`, `library`, `load`, `meters`, `namespaces`,
-`process`, `report`, `results`, `rounds`, `scenarios`, `server`, `stats`.
+`process`, `report`, `results`, `rounds`, `scenarios`, `server`, `stages`, `stats`.
 """

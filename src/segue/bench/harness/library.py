@@ -10,20 +10,24 @@ from typing import Any
 Prompts = Sequence[Sequence[int]]
 
 
-class _Clock:
-    """A streamer that records the time of each step's tokens; the first call is the prompt."""
+class Clock:
+    """A streamer that records each step's tokens and their time.monotonic(); the first call is the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self.tokens: list[Any] = []
+        """Of each row of the batch, by step."""
+        self.ended = 0.0
         self._prompt = True
 
-    def put(self, value: object) -> None:
+    def put(self, value: Any) -> None:
         if not self._prompt:
             self.times.append(time.monotonic())
+            self.tokens.append(value)
         self._prompt = False
 
     def end(self) -> None:
-        """Nothing to flush."""
+        self.ended = time.monotonic()
 
 
 def padded(prompts: Prompts, device: Any) -> tuple[Any, Any]:
@@ -40,7 +44,7 @@ def generate(model: Any, ids: Any, mask: Any, tokens: int) -> tuple[Any, list[fl
     """One greedy call of `generate` for so many tokens: ids with the prompts, and each step's time.monotonic()."""
     import torch
 
-    clock = _Clock()
+    clock = Clock()
     with torch.inference_mode():
         made = model.generate(
             ids,

@@ -9,9 +9,10 @@ client receives it before the end.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -20,6 +21,7 @@ from segue.bench.harness.process import (
     GATHER_SECONDS,
     ChildProcess,
     Generate,
+    ModelOptions,
     ReferenceDriver,
     same_environment,
     serve_batches,
@@ -28,19 +30,16 @@ from segue.bench.omni.outcome import FirstAudio, OmniDriver, Outcome
 from segue.bench.omni.workload import BenchRequest
 
 
-class Options(msgspec.Struct, kw_only=True):
-    """Options for loading the baseline; its process receives them as JSON in `argv`."""
+class Options(ModelOptions, kw_only=True):
+    """Options for loading the baseline."""
 
-    model_dir: str
     reference: str
     """The module whose `Reference` loads it."""
     device: str
-    dtype: str
     load_format: str
-    threads: int
-    suppressed_thinker: list[int]
-    suppressed_talker: list[int]
-    talker_ends: list[int]
+    suppressed_thinker: tuple[int, ...]
+    suppressed_talker: tuple[int, ...]
+    talker_ends: tuple[int, ...]
 
 
 class Loaded(msgspec.Struct, tag=True):
@@ -93,39 +92,26 @@ def baseline(way: str, process: BaselineProcess, silence: float, gather: float =
 
 
 def _outcome(request: BenchRequest, answer: Answer, sent: float, came: float, *, silence: float) -> Outcome:
-    samples = np.frombuffer(answer.samples, dtype="<f4")
     first = FirstAudio(silence)
-    first.add(samples, answer.sample_rate, came)
+    first.add(np.frombuffer(answer.samples, dtype="<f4"), answer.sample_rate, came)
+    stages = ("queue", "input", "thinker", "talker", "vocoder")
+    marks = (sent, answer.began, answer.prepared, answer.thinker_done, answer.talker_done, answer.done)
     return Outcome(
         index=request.index,
         kind=request.kind,
         jct=came - sent,
         ttft=answer.first_token - sent,
-        ttfa=float("inf") if first.at is None else first.at - sent,
-        audio_seconds=len(samples) / answer.sample_rate,
         prompt_tokens=answer.prompt_tokens,
         text_ids=answer.text_ids,
         codes=len(answer.code_ids),
         code_ids=answer.code_ids,
         batch=answer.batch,
-        rms=first.rms,
-        spans=_spans(answer, sent),
+        spans=[
+            (stage, "waiting" if stage == "queue" else "busy", start - sent, end - sent)
+            for stage, (start, end) in zip(stages, pairwise(marks), strict=True)
+        ],
+        **first.fields(sent),
     )
-
-
-def _spans(answer: Answer, sent: float) -> list[tuple[str, str, float, float]]:
-    marks: Sequence[tuple[str, float]] = (
-        ("queue", answer.began),
-        ("input", answer.prepared),
-        ("thinker", answer.thinker_done),
-        ("talker", answer.talker_done),
-        ("vocoder", answer.done),
-    )
-    spans, start = [], sent
-    for stage, end in marks:
-        spans.append((stage, "waiting" if stage == "queue" else "busy", start - sent, end - sent))
-        start = end
-    return spans
 
 
 def load(options: Options) -> tuple[Loaded, Callable[[str], Generate[BenchRequest]]]:

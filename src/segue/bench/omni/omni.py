@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import msgspec
+from msgspec.structs import replace as changed
 
 from segue.bench.harness.hardware import machine
-from segue.bench.harness.load import (
-    Load,
-    LoadDriver,
-    arriving,
-    by_side,
-    closed,
-    in_turn,
-    outcomes_of,
-    poisson,
-    serving,
-    turn,
-    warm_up,
-)
-from segue.bench.harness.meters import Watch, gpu_bytes_used
+from segue.bench.harness.load import by_side, closed, in_turn, load_of, outcomes_of, serving, warm_up
+from segue.bench.harness.meters import gpu_bytes_used, watched
 from segue.bench.harness.results import measure
+from segue.bench.harness.scenarios import mean_jct, ratios, settings_of
+from segue.bench.harness.stages import hop_figures
 from segue.bench.harness.stats import added, mean, snapshot
 from segue.bench.omni.arguments import OmniBench
 from segue.bench.omni.baseline import STATIC_BATCH, Options, baseline, baseline_process
-from segue.bench.omni.families import OmniFamily, Suppressed, omni_family
+from segue.bench.omni.families import omni_family
 from segue.bench.omni.outcome import OmniDriver, OmniSlice
 from segue.bench.omni.paper import PaperWorkload
 from segue.bench.omni.results import (
+    METRICS,
     LevelResult,
     Result,
     Settings,
@@ -42,9 +31,7 @@ from segue.bench.omni.results import (
     check_agreement,
     check_lengths,
     figures,
-    hop_figures,
     load_name,
-    ratios,
     segue_stages,
 )
 from segue.bench.omni.segue_driver import SegueDriver
@@ -81,7 +68,18 @@ async def run(bench: OmniBench) -> Result:
         unspoken_codes=family.unspoken_codes,
         config=_deployment(bench),
     )
-    process = baseline_process(_options(bench, family, suppressed, bench.threads or found.cores))
+    options = Options(
+        model_dir=str(bench.model_dir),
+        reference=family.reference,
+        device="cuda:0" if bench.device == "cuda" else "cpu",
+        dtype=bench.computes,
+        load_format=bench.loads,
+        threads=bench.threads or found.cores,
+        suppressed_thinker=suppressed.thinker,
+        suppressed_talker=suppressed.talker,
+        talker_ends=suppressed.talker_ends,
+    )
+    process = baseline_process(options)
     baselines = {way: baseline(way, process, silence) for way in bench.baseline}
     gpu_before = gpu_bytes_used()
     async with serving([segue], bench.say):
@@ -90,7 +88,18 @@ async def run(bench: OmniBench) -> Result:
             threads = {"segue": segue.threads()}
             if baselines:
                 threads["transformers"] = {"process": (await process.start()).threads}
-            result = Result(machine=found, settings=_settings(bench, threads, silence), levels=[])
+            settings = settings_of(
+                Settings,
+                bench,
+                model=bench.model_dir.name,
+                dtype=bench.computes,
+                load_format=bench.loads,
+                sides=["segue", *bench.baseline],
+                threads=threads,
+                silence=silence,
+                environment=WORKER_ENVIRONMENT,
+            )
+            result = Result(machine=found, settings=settings, levels=[])
 
             async def level(number: int, clients: int, rate: float) -> None:
                 # with one client a static batch is one request, so it is left out
@@ -116,24 +125,18 @@ async def _level(
     start: int,
 ) -> LevelResult:
     """`clients`: of a closed loop; 0 for arrivals at `rate`. `start`: index of the first request."""
-    assert bench.requests is not None, "the workload says it"
+    count = bench.requests
+    assert count is not None, "the workload says it"
     drivers: list[OmniDriver] = [segue, *baselines]
     together = clients or STATIC_BATCH
-    load: Load = closed(clients) if clients else arriving(poisson(rate, bench.requests, bench.seed))
     bench.say(f"{load_name(clients, rate)}: warming up")
     # every kind at least once; indices outside the measured requests
     await warm_up(drivers, workload.requests(start + LEVEL_SPACING // 2, bench.warmup), closed(together), together)
     before = snapshot(segue.stats())
-    everyone = [pid for driver in drivers for pid in driver.processes()]
-    watches = {driver.name: Watch(driver.processes(), everyone) for driver in drivers}
-
-    @asynccontextmanager
-    async def watched(driver: LoadDriver[Any, Any], together: int) -> AsyncIterator[None]:
-        async with turn(driver, together), watches[driver.name].watching():
-            yield
-
-    rounds = [workload.requests(start + number * bench.requests, bench.requests) for number in range(bench.rounds)]
-    slices = by_side(await in_turn(drivers, rounds, load, together, bench.say, _summary, watched))
+    its_turn, usage = watched(drivers)
+    rounds = [workload.requests(start + number * count, count) for number in range(bench.rounds)]
+    load = load_of(clients, rate, count, bench.seed)
+    slices = by_side(await in_turn(drivers, rounds, load, together, bench.say, _progress, its_turn))
     # idle workers report; Segue goes first in a round, so that its last turn's report has arrived by now
     between = added(snapshot(segue.stats()), before)
     mine = slices[segue.name]
@@ -148,21 +151,18 @@ async def _level(
         concurrency=clients,
         rate=rate,
         sides={name: figures(own) for name, own in slices.items()},
-        ratios={name: ratios(mine, own) for name, own in theirs.items()},
+        ratios={name: ratios(mine, own, METRICS) for name, own in theirs.items()},
         agreement=agreed,
         stages={segue.name: segue_stages(between, mine)} | {name: baseline_stages(own) for name, own in theirs.items()},
         hops=hop_figures(between),
-        usage={name: watch.usage for name, watch in watches.items()},
+        usage=usage,
         batches={name: mean([one.batch for one in outcomes[name]]) for name in theirs},
-        outcomes={
-            name: [msgspec.structs.replace(outcome, text_ids=[], code_ids=[]) for outcome in own]
-            for name, own in outcomes.items()
-        },
+        outcomes={name: [changed(one, text_ids=[], code_ids=[]) for one in own] for name, own in outcomes.items()},
     )
 
 
-def _summary(taken: OmniSlice) -> str:
-    return f"{taken.wall:.1f} s, mean JCT {mean([outcome.jct for outcome in taken.outcomes]):.2f} s"
+def _progress(taken: OmniSlice) -> str:
+    return f"{taken.wall:.1f} s, {mean_jct(taken)}"
 
 
 def _deployment(bench: OmniBench) -> Path | dict[str, object] | None:
@@ -178,35 +178,3 @@ def _deployment(bench: OmniBench) -> Path | dict[str, object] | None:
         blocks = CLIENT_BLOCKS * max(FEWEST_CLIENTS, *bench.concurrency)
         here["stages"] = {name: {"kv_blocks": blocks} for name in ("thinker", "talker")}
     return here
-
-
-def _options(bench: OmniBench, family: OmniFamily, suppressed: Suppressed, threads: int) -> Options:
-    return Options(
-        model_dir=str(bench.model_dir),
-        reference=family.reference,
-        device="cuda:0" if bench.device == "cuda" else "cpu",
-        dtype=bench.computes,
-        load_format=bench.loads,
-        threads=threads,
-        suppressed_thinker=list(suppressed.thinker),
-        suppressed_talker=list(suppressed.talker),
-        talker_ends=list(suppressed.talker_ends),
-    )
-
-
-def _settings(bench: OmniBench, threads: dict[str, dict[str, int]], silence: float) -> Settings:
-    return Settings(
-        model=bench.model_dir.name,
-        workload=bench.workload,
-        device=bench.device,
-        dtype=bench.computes,
-        load_format=bench.loads,
-        seed=bench.seed,
-        requests=bench.requests or 0,
-        rounds=bench.rounds,
-        warmup=bench.warmup,
-        sides=["segue", *bench.baseline],
-        threads=threads,
-        silence=silence,
-        environment=WORKER_ENVIRONMENT,
-    )

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from segue.bench.harness.meters import SideUsage
-from segue.bench.harness.report import Columns, drawn, host, page, table, table_of, three
-from segue.bench.harness.stats import HistogramFigures
+from segue.bench.harness.report import NamedColumns, drawn, host, page, table, table_by, three
+from segue.bench.harness.stages import hop_table, stage_table, usage_table
 from segue.bench.omni.outcome import Outcome
-from segue.bench.omni.results import LevelResult, Result, SideFigures, StageFigures
+from segue.bench.omni.results import LevelResult, Result, SideFigures
 
-MIB = 2**20
 # one colour per stage, the same in every image
 STAGE_COLOURS = {
     "queue": "#d9d9d9",
@@ -21,14 +19,22 @@ STAGE_COLOURS = {
     "talker": "#f28e2b",
     "vocoder": "#59a14f",
 }
+_LATENCY: NamedColumns[SideFigures] = {
+    "JCT mean / p50 / p99 (s)": lambda side, one: three(one.metrics["jct"]),
+    "TTFT (s)": lambda side, one: f"{one.metrics['ttft'].mean:.2f}",
+    "TTFA mean / p50 / p99 (s)": lambda side, one: three(one.metrics["ttfa"]),
+    "RTF": lambda side, one: f"{one.metrics['rtf'].mean:.2f}",
+    "req/s": lambda side, one: f"{one.throughput['requests']:.3f}",
+    "audio s/s": lambda side, one: f"{one.throughput['audio_seconds']:.2f}",
+}
 
 
 def markdown(result: Result) -> str:
     """The whole result, as tables."""
     parts = [f"## {title(result)}", conditions(result), *result.unfinished]
     for level in result.levels:
-        parts += [f"### {level.load}", latency_table(level), ratio_table(level)]
-        parts += [stage_table(level), hop_table(level), usage_table(level)]
+        parts += [f"### {level.load}", table_by("side", level.sides, _LATENCY), ratio_table(level)]
+        parts += [stage_table(level.stages), hop_table(level.hops), usage_table(level.usage)]
     return page(parts)
 
 
@@ -52,19 +58,6 @@ def conditions(result: Result) -> str:
     )
 
 
-def latency_table(level: LevelResult) -> str:
-    columns: Columns[tuple[str, SideFigures]] = {
-        "side": lambda row: row[0],
-        "JCT mean / p50 / p99 (s)": lambda row: three(row[1].metrics["jct"]),
-        "TTFT (s)": lambda row: f"{row[1].metrics['ttft'].mean:.2f}",
-        "TTFA mean / p50 / p99 (s)": lambda row: three(row[1].metrics["ttfa"]),
-        "RTF": lambda row: f"{row[1].metrics['rtf'].mean:.2f}",
-        "req/s": lambda row: f"{row[1].throughput['requests']:.3f}",
-        "audio s/s": lambda row: f"{row[1].throughput['audio_seconds']:.2f}",
-    }
-    return table_of(level.sides.items(), columns)
-
-
 def ratio_table(level: LevelResult) -> str:
     if not level.ratios:
         return ""
@@ -77,47 +70,6 @@ def ratio_table(level: LevelResult) -> str:
         rows.append([f"Segue against {baseline}", *cells, f"{same['reply']:.0%} / {same['codes']:.0%}"])
     names = [name.upper() for name in next(iter(level.ratios.values()))]
     return table(["", *names, "same text / codes"], rows)
-
-
-def stage_table(level: LevelResult) -> str:
-    columns: Columns[tuple[str, str, StageFigures]] = {
-        "side": lambda row: row[0],
-        "stage": lambda row: row[1],
-        "while busy": lambda row: f"{row[2].per_busy_second:.1f} {row[2].unit}/s",
-        "busy": lambda row: f"{row[2].utilisation:.0%}",
-        "steps": lambda row: "" if row[2].steps is None else _steps(row[2].steps),
-        "batch": lambda row: "" if row[2].batch is None else f"{row[2].batch.mean:.1f}",
-    }
-    return table_of(
-        [(side, stage, figures) for side, stages in level.stages.items() for stage, figures in stages.items()], columns
-    )
-
-
-def _steps(steps: HistogramFigures) -> str:
-    return f"{steps.count} × {1000 * steps.mean:.1f} ms (p99 {1000 * steps.p99:.0f})"
-
-
-def hop_table(level: LevelResult) -> str:
-    columns: Columns[tuple[str, HistogramFigures]] = {
-        "edge": lambda row: row[0],
-        "chunks": lambda row: str(row[1].count),
-        "mean (ms)": lambda row: f"{1000 * row[1].mean:.2f}",
-        "p50 (ms)": lambda row: f"{1000 * row[1].p50:.2f}",
-        "p99 (ms)": lambda row: f"{1000 * row[1].p99:.2f}",
-    }
-    return table_of(level.hops.items(), columns) if level.hops else ""
-
-
-def usage_table(level: LevelResult) -> str:
-    columns: Columns[tuple[str, SideUsage]] = {
-        "side": lambda row: row[0],
-        "peak memory (PSS)": lambda row: f"{row[1].peak_pss_bytes / MIB:.0f} MiB",
-        "CPU seconds by process": lambda row: ", ".join(
-            f"{who} {took:.1f}" for who, took in row[1].cpu_seconds.items()
-        ),
-        "CPU seconds of the others meanwhile": lambda row: f"{row[1].others_cpu_seconds:.1f}",
-    }
-    return table_of(level.usage.items(), columns)
 
 
 def plot(result: Result, path: Path) -> None:
@@ -133,9 +85,8 @@ def _bars(axes: Any, level: LevelResult) -> None:
     metrics, width = ("jct", "ttfa", "ttft"), 0.8 / len(level.sides)
     for number, (name, side) in enumerate(level.sides.items()):
         places = [place + number * width for place in range(len(metrics))]
-        values = [side.metrics[metric].mean for metric in metrics]
-        drawn = axes.bar(places, values, width, label=name)
-        axes.bar_label(drawn, fmt="%.2f", fontsize=8)
+        made = axes.bar(places, [side.metrics[metric].mean for metric in metrics], width, label=name)
+        axes.bar_label(made, fmt="%.2f", fontsize=8)
     axes.set_xticks([place + 0.4 - width / 2 for place in range(len(metrics))], [metric.upper() for metric in metrics])
     axes.set_ylabel("seconds, mean")
     axes.set_title(level.load)
@@ -144,20 +95,18 @@ def _bars(axes: Any, level: LevelResult) -> None:
 
 
 def _timeline(axes: Any, level: LevelResult) -> None:
+    """A stage waits and works on one line; the queue of a baseline has its own."""
     index = typical(next(iter(level.outcomes.values()))).index
-    labels, place = [], 0
+    labels: list[str] = []
     for name, outcomes in level.outcomes.items():
         outcome = next(outcome for outcome in outcomes if outcome.index == index)
         for stage, what, start, end in outcome.spans:
             waits = what in ("queue", "waiting")
-            colour = STAGE_COLOURS.get(stage, "#333333")
-            axes.barh(place, end - start, left=start, color=colour, alpha=0.25 if waits else 1.0, height=0.8)
-            labels.append(f"{name}: {stage}" if not waits or stage == "queue" else "")
+            colour, alpha = STAGE_COLOURS.get(stage, "#333333"), 0.25 if waits else 1.0
+            axes.barh(len(labels), end - start, left=start, color=colour, alpha=alpha, height=0.8)
             if not waits or stage == "queue":
-                place += 1
-            else:
-                labels.pop()
-    axes.set_yticks(range(place), labels, fontsize=7)
+                labels.append(f"{name}: {stage}")
+    axes.set_yticks(range(len(labels)), labels, fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("seconds since the client sent the request (pale: waiting)")
     axes.set_title(f"request {index}")

@@ -3,57 +3,44 @@ Segue's workers report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from segue.bench.harness.load import outcomes_of
 from segue.bench.harness.meters import SideUsage
 from segue.bench.harness.results import Growing
-from segue.bench.harness.stats import (
-    HistogramFigures,
-    Ratio,
-    Snapshot,
-    Summary,
-    histogram_figures,
-    mean,
-    ratio,
-    summary,
-)
+from segue.bench.harness.scenarios import LoadSettings, summaries
+from segue.bench.harness.stages import StageFigures, busy_seconds, stage_figures
+from segue.bench.harness.stats import HistogramFigures, Ratio, Snapshot, Summary, histogram_figures, mean
 from segue.bench.omni.outcome import OmniSlice, Outcome, WrongWork
 
-METRICS: dict[str, Callable[[Outcome], float]] = {
-    "jct": lambda outcome: outcome.jct,
-    "ttft": lambda outcome: outcome.ttft,
-    "ttfa": lambda outcome: outcome.ttfa,
-    "rtf": lambda outcome: outcome.rtf,
-}
+METRICS = ("jct", "ttft", "ttfa", "rtf")
 """Compared figures of a request."""
 LEAST_AGREEMENT = 0.5
 SAME_LENGTH = 0.001
 """Seconds by which the audio of two sides may differ."""
-UNITS = {"thinker": "tokens", "talker": "codes", "vocoder": "audio seconds"}
+UNITS = {
+    "thinker": ("tokens", "reply_tokens"),
+    "talker": ("codes", "codes"),
+    "vocoder": ("audio seconds", "audio_seconds"),
+}
+"""Stage → what it makes, and its name in `SideFigures.throughput`; other stages answer requests."""
 
 
-class Settings(msgspec.Struct, kw_only=True):
+class Settings(LoadSettings, kw_only=True):
     """Settings of the run."""
 
-    model: str
     workload: str = "mixed"
     device: str
-    dtype: str
     load_format: str
-    seed: int
     requests: int
     """Requests per round and side."""
-    rounds: int
     warmup: int
     sides: list[str]
     threads: dict[str, dict[str, int]]
     """Side → process → CPU threads."""
     silence: float
-    environment: dict[str, str] = {}
-    """Environment variables of all sides' processes; empty in older files, where only Segue's workers had any."""
 
 
 class SideFigures(msgspec.Struct, kw_only=True):
@@ -67,21 +54,6 @@ class SideFigures(msgspec.Struct, kw_only=True):
     """Per second of wall time: `requests`, `reply_tokens`, `codes`, `audio_seconds`."""
     by_kind: dict[str, float]
     """Mean JCT of text, image, audio and video requests."""
-
-
-class StageFigures(msgspec.Struct, kw_only=True):
-    """One stage of one side, over all rounds."""
-
-    unit: str
-    made: float
-    """Amount of output: tokens, codes, seconds of audio."""
-    busy: float
-    """Seconds in which the stage computed."""
-    per_busy_second: float
-    utilisation: float
-    """Busy share of the side's wall time."""
-    steps: HistogramFigures | None = None
-    batch: HistogramFigures | None = None
 
 
 class LevelResult(msgspec.Struct, kw_only=True):
@@ -128,35 +100,15 @@ def load_name(clients: int, rate: float) -> str:
 
 def figures(slices: Sequence[OmniSlice]) -> SideFigures:
     """The figures of one side's slices."""
-    outcomes = outcomes_of(slices)
-    wall = sum(taken.wall for taken in slices)
-    made = {
-        "requests": float(len(outcomes)),
-        "reply_tokens": float(sum(len(outcome.text_ids) for outcome in outcomes)),
-        "codes": float(sum(outcome.codes for outcome in outcomes)),
-        "audio_seconds": sum(outcome.audio_seconds for outcome in outcomes),
-    }
+    outcomes, wall = outcomes_of(slices), _wall(slices)
     kinds = sorted({outcome.kind for outcome in outcomes})
     return SideFigures(
         requests=len(outcomes),
         wall=wall,
-        metrics={name: summary([of(outcome) for outcome in outcomes]) for name, of in METRICS.items()},
-        throughput={name: count / wall for name, count in made.items()},
+        metrics=summaries(outcomes, METRICS),
+        throughput={name: count / wall for name, count in _made(slices).items()},
         by_kind={kind: mean([o.jct for o in outcomes if o.kind == kind]) for kind in kinds},
     )
-
-
-def ratios(mine: Sequence[OmniSlice], theirs: Sequence[OmniSlice]) -> dict[str, Ratio]:
-    """Every metric of mine to that of theirs; both must have the same requests in the same rounds."""
-    return {
-        name: ratio(
-            [
-                [(of(a), of(b)) for a, b in zip(left.outcomes, right.outcomes, strict=True)]
-                for left, right in zip(mine, theirs, strict=True)
-            ]
-        )
-        for name, of in METRICS.items()
-    }
 
 
 def agreement(mine: Iterable[Outcome], theirs: Iterable[Outcome]) -> dict[str, float]:
@@ -184,77 +136,44 @@ def check_lengths(mine: Iterable[Outcome], theirs: Iterable[Outcome]) -> None:
     """Raise `WrongWork` if an answer's audio is longer on one side."""
     for a, b in zip(mine, theirs, strict=True):
         if abs(a.audio_seconds - b.audio_seconds) > SAME_LENGTH:
-            raise WrongWork(
-                f"request {a.index}: {a.audio_seconds:.3f} s of audio; the baseline has {b.audio_seconds:.3f} s"
-            )
-
-
-def hop_figures(between: Snapshot) -> dict[str, HistogramFigures]:
-    """The figures of every edge that carried data."""
-    hops = {edge: histogram_figures(value) for (edge, name), value in between.items() if name == "hop_seconds"}
-    return {edge: figures for edge, figures in hops.items() if figures is not None}
+            lengths = f"{a.audio_seconds:.3f} s of audio; the baseline has {b.audio_seconds:.3f} s"
+            raise WrongWork(f"request {a.index}: {lengths}")
 
 
 def segue_stages(between: Snapshot, slices: Sequence[OmniSlice]) -> dict[str, StageFigures]:
     """Stage figures from the workers' step times."""
-    made, wall = _made(slices), sum(taken.wall for taken in slices)
-    stages = {}
+    made = _made(slices)
+    stages: dict[str, StageFigures] = {}
     for (stage, name), steps in between.items():
-        if name != "step_seconds":
-            continue
-        sizes = between.get((stage, "batch_size"))
-        stages[stage] = _figures(
-            stage,
-            made,
-            steps.sum,
-            wall,
-            histogram_figures(steps),
-            None if sizes is None else histogram_figures(sizes),
-        )
+        if name == "step_seconds":
+            sizes = between.get((stage, "batch_size"))
+            batch = None if sizes is None else histogram_figures(sizes)
+            stages[stage] = _stage(stage, made, steps.sum, _wall(slices), histogram_figures(steps), batch)
     return stages
 
 
 def baseline_stages(slices: Sequence[OmniSlice]) -> dict[str, StageFigures]:
-    """Stage figures from the times at which each batch left a stage; requests of one batch share them and count
-    once."""
-    made, wall = _made(slices), sum(taken.wall for taken in slices)
-    busy: dict[str, float] = {}
-    for taken in slices:
-        seen = set()
-        for outcome in taken.outcomes:
-            for stage, what, start, end in outcome.spans:
-                key = (stage, round(outcome.sent + end, 4))
-                if what == "busy" and key not in seen:
-                    seen.add(key)
-                    busy[stage] = busy.get(stage, 0.0) + end - start
-    return {stage: _figures(stage, made, seconds, wall, None, None) for stage, seconds in busy.items()}
+    """Stage figures from the times at which each batch left a stage."""
+    made, busy = _made(slices), busy_seconds((one.sent, one.spans) for one in outcomes_of(slices))
+    return {stage: _stage(stage, made, seconds, _wall(slices)) for stage, seconds in busy.items()}
+
+
+def _stage(
+    stage: str, made: dict[str, float], busy: float, wall: float, *histograms: HistogramFigures | None
+) -> StageFigures:
+    unit, name = UNITS.get(stage, ("requests", "requests"))
+    return stage_figures(unit, made[name], busy, wall, *histograms)
+
+
+def _wall(slices: Sequence[OmniSlice]) -> float:
+    return sum(taken.wall for taken in slices)
 
 
 def _made(slices: Sequence[OmniSlice]) -> dict[str, float]:
     outcomes = outcomes_of(slices)
     return {
-        "tokens": float(sum(len(outcome.text_ids) for outcome in outcomes)),
-        "codes": float(sum(outcome.codes for outcome in outcomes)),
-        "audio seconds": sum(outcome.audio_seconds for outcome in outcomes),
         "requests": float(len(outcomes)),
+        "reply_tokens": float(sum(len(outcome.text_ids) for outcome in outcomes)),
+        "codes": float(sum(outcome.codes for outcome in outcomes)),
+        "audio_seconds": sum(outcome.audio_seconds for outcome in outcomes),
     }
-
-
-def _figures(
-    stage: str,
-    made: dict[str, float],
-    busy: float,
-    wall: float,
-    steps: HistogramFigures | None,
-    batch: HistogramFigures | None,
-) -> StageFigures:
-    unit = UNITS.get(stage, "requests")
-    return StageFigures(
-        unit=unit,
-        made=made[unit],
-        busy=busy,
-        per_busy_second=made[unit] / busy if busy else 0.0,
-        utilisation=busy / wall,
-        steps=steps,
-        batch=batch,
-    )

@@ -26,15 +26,12 @@ class SegueDriver(AsyncOmniDriver):
         suppressed: Suppressed,
         *,
         silence: float,
-        dtype: str,
-        load_format: str,
         unspoken_codes: int = 0,
-        config: dict[str, Any] | Path | None = None,
         name: str = "segue",
         **settings: Any,
     ) -> None:
         """`unspoken_codes`: `segue.bench.omni.families.OmniFamily`. `settings`: further arguments of `AsyncOmni`."""
-        super().__init__(name, model_dir, dtype=dtype, load_format=load_format, config=config, **settings)
+        super().__init__(name, model_dir, **settings)
         self._suppressed = suppressed
         self._silence = silence
         self._unspoken = unspoken_codes
@@ -48,24 +45,7 @@ class SegueDriver(AsyncOmniDriver):
         sent = time.monotonic()
         first_token: float | None = None
         first_audio = FirstAudio(self._silence)
-        rate = 0
-        async with aclosing(self._omni.stream(self._request(request))) as deltas:
-            async for delta in deltas:
-                now = time.monotonic()
-                match delta:
-                    case TextDelta():
-                        first_token = first_token or now
-                    case AudioDelta():
-                        rate = delta.sample_rate
-                        first_audio.add(delta.array, rate, now)
-                    case Finished():
-                        codes = delta.token_ids.get("talker", [])
-                        codes = codes[: max(0, len(codes) - self._unspoken)]
-                        return _outcome(request, delta, codes, sent, now, first_token, first_audio, rate)
-        raise AssertionError("a stream ends with Finished or an error")
-
-    def _request(self, request: BenchRequest) -> Request:
-        return Request(
+        asked = Request(
             request_id=uuid.uuid4().hex,
             messages=request.messages,
             modalities=["text", "audio"],
@@ -74,36 +54,34 @@ class SegueDriver(AsyncOmniDriver):
                 "talker": _exactly(request.codes + self._unspoken, self._suppressed.talker),
             },
         )
+        async with aclosing(self._omni.stream(asked)) as deltas:
+            async for delta in deltas:
+                now = time.monotonic()
+                match delta:
+                    case TextDelta():
+                        first_token = first_token or now
+                    case AudioDelta():
+                        first_audio.add(delta.array, delta.sample_rate, now)
+                    case Finished():
+                        codes = delta.token_ids.get("talker", [])
+                        codes = codes[: max(0, len(codes) - self._unspoken)]
+                        return Outcome(
+                            index=request.index,
+                            kind=request.kind,
+                            jct=now - sent,
+                            ttft=float("inf") if first_token is None else first_token - sent,
+                            prompt_tokens=delta.usage.prompt_tokens,
+                            text_ids=delta.token_ids.get("thinker", []),
+                            codes=len(codes),
+                            code_ids=codes,
+                            spans=delta.metrics.spans,
+                            **first_audio.fields(sent),
+                        )
+        raise AssertionError("a stream ends with Finished or an error")
 
 
 def _exactly(tokens: int, suppressed: tuple[int, ...]) -> SamplingParams:
     """Greedy sampling of a fixed length; everything else is the family's default."""
     return SamplingParams(
         temperature=0.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, suppress_tokens=list(suppressed)
-    )
-
-
-def _outcome(
-    request: BenchRequest,
-    finished: Finished,
-    codes: list[int],
-    sent: float,
-    now: float,
-    first_token: float | None,
-    first_audio: FirstAudio,
-    rate: int,
-) -> Outcome:
-    return Outcome(
-        index=request.index,
-        kind=request.kind,
-        jct=now - sent,
-        ttft=float("inf") if first_token is None else first_token - sent,
-        ttfa=float("inf") if first_audio.at is None else first_audio.at - sent,
-        audio_seconds=first_audio.samples / rate if rate else 0.0,
-        prompt_tokens=finished.usage.prompt_tokens,
-        text_ids=finished.token_ids.get("thinker", []),
-        codes=len(codes),
-        code_ids=codes,
-        rms=first_audio.rms,
-        spans=finished.metrics.spans,
     )

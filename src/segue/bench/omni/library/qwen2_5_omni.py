@@ -33,10 +33,6 @@ class Reference(reference.Reference):
     def talker_arguments(self, codes: Sequence[int]) -> dict[str, Any]:
         return {
             "talker_max_new_tokens": max(codes),
-            "talker_do_sample": False,
-            "talker_top_k": None,
-            "talker_top_p": None,
-            "talker_temperature": None,
             "talker_eos_token_id": self.ends,
             "talker_logits_processor": LogitsProcessorList([self.talker_bans]),
             "talker_stopping_criteria": StoppingCriteriaList([reference.RowLimits(codes)]),

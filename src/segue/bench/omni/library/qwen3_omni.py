@@ -44,10 +44,6 @@ class Reference(reference.Reference):
         [end] = self.ends
         return {
             "talker_max_new_tokens": max(codes) + 1,
-            "talker_do_sample": False,
-            "talker_top_k": None,
-            "talker_top_p": None,
-            "talker_temperature": None,
             "talker_pad_token_id": end,
             "talker_logits_processor": LogitsProcessorList([self.talker_bans, reference.RowEnds(codes, end)]),
         }

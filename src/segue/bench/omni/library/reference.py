@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from segue.bench.harness.library import Clock
 from segue.bench.omni.baseline import Answer, Options
 from segue.bench.omni.workload import VIDEO_FPS, BenchRequest
 from segue.kernels.torchvision_shim import ensure_torchvision
@@ -33,7 +34,6 @@ from transformers import (  # noqa: E402
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.generation.streamers import BaseStreamer  # noqa: E402
 
 SAMPLE_RATE = 24_000
 
@@ -55,7 +55,7 @@ class Reference(ABC):
         self._processor = AutoProcessor.from_pretrained(options.model_dir)
         self.model = self._dummy(options) if options.load_format == "dummy" else self._stored(options)
         self.model.eval()
-        self.ends = options.talker_ends
+        self.ends = list(options.talker_ends)
         self._thinker_bans = Bans(options.suppressed_thinker, self.device)
         self.talker_bans = Bans(options.suppressed_talker, self.device)
 
@@ -66,7 +66,8 @@ class Reference(ABC):
 
     @abstractmethod
     def talker_arguments(self, codes: Sequence[int]) -> dict[str, Any]:
-        """Arguments of `generate` for the talker, greedy, so that row i is spoken with `codes[i]` codes."""
+        """Arguments of `generate` for the talker, besides greedy sampling, so that row i is spoken with `codes[i]`
+        codes."""
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[BenchRequest]) -> list[Answer]:
@@ -74,7 +75,7 @@ class Reference(ABC):
         began = time.monotonic()
         inputs = self._prepare(requests)
         prepared = time.monotonic()
-        thinker, talker = _Clock(), _Clock()
+        thinker, talker = Clock(), Clock()
         replies = [request.reply_tokens for request in requests]
         sequences, waves = self.model.generate(
             **inputs,
@@ -85,6 +86,10 @@ class Reference(ABC):
             thinker_streamer=thinker,
             **self.thinker_arguments(),
             talker_streamer=talker,
+            talker_do_sample=False,
+            talker_top_k=None,
+            talker_top_p=None,
+            talker_temperature=None,
             **self.talker_arguments([request.codes for request in requests]),
         )
         waves = [waves] if len(requests) == 1 else waves
@@ -92,14 +97,14 @@ class Reference(ABC):
         done = time.monotonic()
         padded = inputs["input_ids"].shape[1]
         prompts = inputs["attention_mask"].sum(dim=1).tolist()
-        spoken = talker.rows()
+        spoken = torch.stack(talker.tokens, dim=1)  # [batch, steps]
         return [
             Answer(
                 index=request.index,
                 batch=len(requests),
                 began=began,
                 prepared=prepared,
-                first_token=thinker.first,
+                first_token=thinker.times[0],
                 thinker_done=thinker.ended,
                 talker_done=talker.ended,
                 done=done,
@@ -140,10 +145,8 @@ class Reference(ABC):
         return ready
 
     def _stored(self, options: Options) -> Any:
-        model = self.model_class.from_pretrained(
-            options.model_dir, dtype=dtype_of(options.dtype), attn_implementation="sdpa"
-        )
-        return model.to(options.device)
+        more = {"dtype": self._dtype, "attn_implementation": "sdpa"}
+        return self.model_class.from_pretrained(options.model_dir, **more).to(options.device)
 
     def _dummy(self, options: Options) -> Any:
         """A model with random weights of the config's shape, created on the device."""
@@ -180,31 +183,6 @@ class _Media:
         array = np.frombuffer(part.data, dtype=info.dtype).reshape(info.shape).copy()
         {"image": self.images, "audio": self.audio, "video": self.videos}[part.kind].append(array)
         return {"type": part.kind, part.kind: ""}
-
-
-class _Clock(BaseStreamer):
-    """A streamer that records the time of the first token and of the end, and keeps the tokens. `generate` passes the
-    prompt first, then the new token of each row."""
-
-    def __init__(self) -> None:
-        self._tokens: list[torch.Tensor] = []
-        self._prompt_seen = False
-        self.first = self.ended = 0.0
-
-    def put(self, value: torch.Tensor) -> None:
-        if not self._prompt_seen:
-            self._prompt_seen = True
-            return
-        if not self._tokens:
-            self.first = time.monotonic()
-        self._tokens.append(value)
-
-    def end(self) -> None:
-        self.ended = time.monotonic()
-
-    def rows(self) -> torch.Tensor:
-        """[batch, steps]."""
-        return torch.stack(self._tokens, dim=1)
 
 
 class RowLimits(StoppingCriteria):
