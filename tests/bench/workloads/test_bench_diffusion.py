@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from segue.bench import figures as pages
 from segue.bench.diffusion.arguments import DiffusionBench
-from segue.bench.diffusion.diffusion import Run, Sides, references
+from segue.bench.diffusion.diffusion import Run, references
 from segue.bench.diffusion.reference import Answer, Loaded
 from segue.bench.diffusion.report import markdown, plot
 from segue.bench.diffusion.results import (
@@ -181,10 +181,10 @@ def test_a_run_that_is_stopped_leaves_the_levels_it_has_done(
         say=lambda line: None,
     )
     segue = process = Painter(most=1 + 2 + 2 + 4)  # warming up and measured, of one client and of two
-    sides = Sides(segue, *references(process), Loaded(versions={}, flops={8: 1e9}, ceiling=1e11))
+    loaded = Loaded(versions={}, flops={8: 1e9}, ceiling=1e11)
     empty = msgspec.structs.replace(some_result(), finished="", scenarios=[])
     with pytest.raises(ExceptionGroup) as caught:
-        asyncio.run(measure(empty, Run(bench, sides, empty).levels(), bench.keep))
+        asyncio.run(measure(empty, Run(bench, empty, loaded, segue, *references(process)).levels(), bench.keep))
     assert caught.group_contains(RuntimeError, match="it broke")
     assert pages.main([str(path)]) == 0
     printed = capsys.readouterr().out
@@ -197,6 +197,11 @@ def test_arrivals_need_the_capacity_that_one_client_shows(capsys: pytest.Capture
     assert segue(["bench", "diffusion", "--concurrency", "4", "--model", "nowhere"]) == 2
     assert "--load needs 1 among --concurrency" in capsys.readouterr().err
     assert parser().parse_args(["diffusion"]).concurrency == [1, 4, 8]
+
+
+def test_a_size_that_the_preset_has_not_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert segue(["bench", "diffusion", "--preset-size", "huge", "--cache", str(tmp_path)]) == 2
+    assert "qwen-image has no size 'huge'; it has tiny, small" in capsys.readouterr().err
 
 
 def test_step_caches_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,15 +38,6 @@ PREVIEWS = 2
 _WARM = Mix((2,), (1,))
 
 
-@dataclass
-class Sides:
-    segue: SegueDriver
-    one: ImageDriver
-    batch: ImageDriver
-    loaded: Loaded
-    """Of diffusers' process."""
-
-
 def references(process: ChildProcess[ImageRequest, Loaded, Answer]) -> tuple[ImageDriver, ImageDriver]:
     """One image at a time, and lists of prompts as long as there are clients."""
     return ReferenceDriver(ONE, process, "one", _outcome), ReferenceDriver(BATCH, process, "lists", _outcome)
@@ -87,7 +78,7 @@ async def run(bench: DiffusionBench) -> DiffusionResult:
         )
         startup = {driver.name: driver.startup for driver in (segue, one)}
         result = DiffusionResult(machine=found, settings=settings, startup=startup)
-        return await measure(result, Run(bench, Sides(segue, one, batch, loaded), result).levels(), bench.keep)
+        return await measure(result, Run(bench, result, loaded, segue, one, batch).levels(), bench.keep)
 
 
 @dataclass
@@ -95,8 +86,12 @@ class Run:
     """A run of sides that are serving."""
 
     bench: DiffusionBench
-    sides: Sides
     result: DiffusionResult
+    loaded: Loaded
+    """Of diffusers' process."""
+    segue: SegueDriver
+    one: ImageDriver
+    batch: ImageDriver
     scenarios: int = 0
 
     def levels(self) -> list[Level]:
@@ -113,21 +108,20 @@ class Run:
 
     async def _closed(self, size: int, clients: int, previews: int = 0) -> None:
         """`previews`: number of previews per image that Segue sends; `diffusers` has none."""
-        name, sides = f"{CLOSED}{f', {previews} previews' if previews else ''}", self.sides
-        drivers: list[ImageDriver] = [sides.segue, sides.one, *([sides.batch] if clients > 1 else [])]
+        name = f"{CLOSED}{f', {previews} previews' if previews else ''}"
+        drivers: list[ImageDriver] = [self.segue, self.one, *([self.batch] if clients > 1 else [])]
         count = self.bench.requests if clients > 1 else max(2, self.bench.requests // 2)
-        sides.segue.previews = previews
+        self.segue.previews = previews
         try:
             await self._scenario(drivers, name, CLOSED, size, count, clients)
         finally:
-            sides.segue.previews = 0
+            self.segue.previews = 0
 
     async def _cached(self, size: int, clients: int) -> None:
         """Step caches against Segue's own exact images; their share of the ceiling counts the whole network's
         operations."""
-        segue = self.sides.segue
-        caches = [cached(segue, *one) for one in self.bench.step_cache]
-        drivers: list[ImageDriver] = [segue, *caches, self.sides.one]
+        caches = [cached(self.segue, *one) for one in self.bench.step_cache]
+        drivers: list[ImageDriver] = [self.segue, *caches, self.one]
         await self._scenario(drivers, f"{CACHED}, step caches", CACHED, size, self.bench.requests, clients)
 
     async def _open(self, size: int) -> None:
@@ -137,7 +131,7 @@ class Run:
         assert alone is not None, "arrivals need the closed loop of one client before them"
         rate = load * alone.sides[ONE].steps_per_second / OPEN.mean
         name = f"{rate:.3g} arrivals/s ({load:.0%} of what diffusers can do), {OPEN}"
-        await self._scenario([self.sides.segue, self.sides.one], name, OPEN, size, self.bench.arrivals, 0, rate)
+        await self._scenario([self.segue, self.one], name, OPEN, size, self.bench.arrivals, 0, rate)
 
     async def _scenario(
         self,
@@ -151,7 +145,7 @@ class Run:
     ) -> None:
         """`count`: requests per round; `clients`: 0 for arrivals at `rate`. Raises `WrongImage` if a rival's images
         differ from Segue's."""
-        bench, sides = self.bench, self.sides
+        bench = self.bench
         crowd = [f"{clients} client{'s' if clients > 1 else ''}"] if clients else []
         name = ", ".join([f"{size} x {size}", *crowd, name])
         bench.say(name)
@@ -159,15 +153,15 @@ class Run:
         for driver in drivers:
             await warm_up([driver], self._take(_WARM, size, together), closed(together), together)
         rounds = [self._take(mix, size, count) for _ in range(bench.rounds)]
-        before = sides.segue.denoising()
+        before = self.segue.denoising()
         load = load_of(clients, rate, count, bench.seed)
         own = by_side(await in_turn(drivers, rounds, load, together, bench.say, _progress))
         # Segue goes first in a round, so that its last turn's reports have arrived by now
-        denoising = sides.segue.denoising() - before
+        denoising = self.segue.denoising() - before
         branches = 2 if bench.guidance > 1 else 1
-        ideal = branches * sides.loaded.flops[size] / sides.loaded.ceiling
+        ideal = branches * self.loaded.flops[size] / self.loaded.ceiling
         held = {driver.name: memory(driver.processes())[0] for driver in drivers}
-        segue, rivals = sides.segue.name, {sides.one.name, sides.batch.name}
+        segue, rivals = self.segue.name, {self.one.name, self.batch.name}
         # one denoiser served all sides of Segue, so its seconds cannot be attributed to one
         known = {segue: denoising} if len(own.keys() - rivals) == 1 else {}
         made = {side: side_of(taken, own[segue], ideal, held[side], known.get(side)) for side, taken in own.items()}

@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 
 class Numbered(Protocol):
-    """A request."""
+    """Requests and answers: their index shows which belong together."""
 
     @property
     def index(self) -> int: ...

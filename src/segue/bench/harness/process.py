@@ -23,6 +23,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 import segue
+from segue.bench.harness.load import Numbered
 from segue.messages.errors import StageFailed
 from segue.orchestrator.workers.placement import WORKER_ENVIRONMENT
 
@@ -30,13 +31,6 @@ LENGTH = struct.Struct("<I")
 
 GATHER_SECONDS = 0.05
 _encoder = msgspec.msgpack.Encoder()
-
-
-class Numbered(Protocol):
-    """Requests and answers: their index shows which belong together."""
-
-    @property
-    def index(self) -> int: ...
 
 
 class Loading(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from segue.bench.harness.meters import SideUsage
-from segue.bench.harness.report import NamedColumns, table, table_by
+from segue.bench.harness.report import NamedColumns, table
 from segue.bench.harness.stats import HistogramFigures, Snapshot, histogram_figures
 
 Span = tuple[str, str, float, float]
@@ -88,22 +88,14 @@ def stage_table(sides: Mapping[str, Mapping[str, StageFigures]]) -> str:
     return table(["side", "stage", "while busy", "busy", "steps", "batch"], rows)
 
 
-HOPS: NamedColumns[HistogramFigures] = {
+HOP_COLUMNS: NamedColumns[HistogramFigures] = {
     "chunks": lambda edge, one: str(one.count),
     "mean (ms)": lambda edge, one: f"{1000 * one.mean:.2f}",
     "p50 (ms)": lambda edge, one: f"{1000 * one.p50:.2f}",
     "p99 (ms)": lambda edge, one: f"{1000 * one.p99:.2f}",
 }
-USAGE: NamedColumns[SideUsage] = {
+USAGE_COLUMNS: NamedColumns[SideUsage] = {
     "peak memory (PSS)": lambda side, one: f"{one.peak_pss_bytes / 2**20:.0f} MiB",
     "CPU seconds by process": lambda side, one: ", ".join(f"{who} {took:.1f}" for who, took in one.cpu_seconds.items()),
     "CPU seconds of the others meanwhile": lambda side, one: f"{one.others_cpu_seconds:.1f}",
 }
-
-
-def hop_table(hops: Mapping[str, HistogramFigures]) -> str:
-    return table_by("edge", hops, HOPS)
-
-
-def usage_table(usage: Mapping[str, SideUsage]) -> str:
-    return table_by("side", usage, USAGE)

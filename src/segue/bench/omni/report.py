@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from segue.bench.harness.report import NamedColumns, drawn, host, page, table, table_by, three
-from segue.bench.harness.stages import hop_table, stage_table, usage_table
+from segue.bench.harness.stages import HOP_COLUMNS, USAGE_COLUMNS, stage_table
 from segue.bench.omni.outcome import Outcome
 from segue.bench.omni.results import LevelResult, Result, SideFigures
 
@@ -34,7 +34,8 @@ def markdown(result: Result) -> str:
     parts = [f"## {title(result)}", conditions(result), *result.unfinished]
     for level in result.levels:
         parts += [f"### {level.load}", table_by("side", level.sides, _LATENCY), ratio_table(level)]
-        parts += [stage_table(level.stages), hop_table(level.hops), usage_table(level.usage)]
+        parts += [stage_table(level.stages), table_by("edge", level.hops, HOP_COLUMNS)]
+        parts.append(table_by("side", level.usage, USAGE_COLUMNS))
     return page(parts)
 
 

@@ -117,7 +117,8 @@ class Workload:
         """The request of an index from 0."""
         kind = self.kinds[index % len(self.kinds)]
         draw = random.Random(f"{self._seed}/{index}")
-        parts: list[MediaPart | TextPart] = [] if kind == "text" else [self._media(kind, draw)]
+        media = {"image": self._image, "audio": self._audio, "video": self._video}
+        parts: list[MediaPart | TextPart] = [media[kind](draw)] if kind in media else []
         topic = f"{draw.choice(_TASKS)} {draw.choice(_SUBJECTS)}, number {index}."
         parts.append(TextPart(f"{_ASKS[kind]} {topic}".strip()))
         tokens = REPLY_TOKENS[index % len(REPLY_TOKENS)]
@@ -125,11 +126,6 @@ class Workload:
 
     def requests(self, start: int, count: int) -> list[BenchRequest]:
         return [self.request(index) for index in range(start, start + count)]
-
-    def _media(self, kind: Kind, draw: random.Random) -> MediaPart:
-        if kind == "image":
-            return self._image(draw)
-        return self._audio(draw) if kind == "audio" else self._video(draw)
 
     def _image(self, draw: random.Random) -> MediaPart:
         side = draw.choice(IMAGE_SIDES)
