@@ -6,10 +6,7 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-TINY := out/qwen2.5-omni-tiny
-MODEL ?= $(TINY)
-# only the default is made here: a MODEL of the user's is never written to
-CHECKPOINT := $(if $(filter-out $(TINY),$(MODEL)),,$(TINY)/config.json)
+MODEL ?= examples/segue-shapes
 PORT ?= 8000
 
 # The packages of `make nightly` lie in an environment of their own, over .venv: `make test` shows that none is needed.
@@ -31,13 +28,10 @@ $(INSTALLED): pyproject.toml constraints.txt $(wildcard src/segue/kernels/cpu/na
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[dev]'
 	touch $@
 
-$(TINY)/config.json: $(INSTALLED)
-	$(BIN)/segue tiny qwen2.5-omni $(TINY)
-
-demo: $(INSTALLED) $(CHECKPOINT)  ## one request of each kind against a real server; results in out/
+demo: $(INSTALLED)  ## one request of each kind against a real server; results in out/
 	$(BIN)/python examples/demo.py '$(MODEL)' out
 
-serve: $(INSTALLED) $(CHECKPOINT)  ## leave the server running (Ctrl-C drains and stops it)
+serve: $(INSTALLED)  ## leave the server running (Ctrl-C drains and stops it)
 	$(BIN)/segue serve '$(MODEL)' --port $(PORT)
 
 check: $(INSTALLED)

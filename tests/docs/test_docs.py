@@ -11,6 +11,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ from segue.server.vllm.scores import RerankBody, ScoreBody
 DOCS = ROOT / "docs"
 MODEL = "out/qwen2.5-omni-tiny"
 """The checkpoint as the documentation calls it."""
+SHAPES = "examples/segue-shapes"
+"""That of the README."""
 POSTED = ("/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize")
 """Where a request shown goes that is no chat completion."""
 FILES = (
@@ -93,9 +96,10 @@ def graph() -> StageGraph:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that looks as the repository does after `make demo`: the checkpoint in out/, and assets/."""
+    """A directory that looks as the repository does, with the checkpoint of the pages in out/."""
     home = tmp_path_factory.mktemp("docs")
-    (home / "assets").symlink_to(ROOT / "assets")
+    for name in ("assets", "examples"):
+        (home / name).symlink_to(ROOT / name)
     subprocess.run(
         [sys.executable, "-m", "segue.cli", "tiny", "qwen2.5-omni", MODEL],
         cwd=home,
@@ -109,8 +113,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(home: Path) -> Iterator[str]:
     """URL of a server of the checkpoint."""
+    with serving(home, MODEL) as url:
+        yield url
+
+
+@contextmanager
+def serving(home: Path, model: str) -> Iterator[str]:
     with subprocess.Popen(
-        [sys.executable, "-m", "segue.cli", "serve", MODEL, "--port", "0", "--log-level", "error"],
+        [sys.executable, "-m", "segue.cli", "serve", model, "--port", "0", "--log-level", "error"],
         cwd=home,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -119,7 +129,7 @@ def server(home: Path) -> Iterator[str]:
     ) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
-        assert line.startswith("segue: qwen2.5-omni-tiny is served at http://"), line
+        assert line.startswith(f"segue: {Path(model).name} is served at http://"), line
         yield line.split()[-1]
         process.send_signal(signal.SIGTERM)
     assert process.returncode == 0
@@ -348,13 +358,15 @@ def test_request_bodies_are_accepted(block: Block) -> None:
     assert chat_request(json.loads(block.body), TOOL_CARD, ServerSettings()).requests
 
 
-def test_curl_bodies_are_answered(server: str) -> None:
+def test_curl_bodies_are_answered(home: Path, server: str) -> None:
     bodies = [block for block in of("sh") if block.body.startswith("curl") and " -d " in block.body]
     found = [(block, block.body.partition("http://localhost:8000")[2].split()[0]) for block in bodies]
     chats = [(block, path) for block, path in found if path == "/v1/chat/completions"]
     assert chats
-    for block, path in chats:
-        assert fetch(server + path, curl_body(block))["choices"][0]["message"]["content"]
+    with serving(home, SHAPES) as shapes:
+        for block, path in chats:
+            url = shapes if block.page.name == "README.md" else server
+            assert fetch(url + path, curl_body(block))["choices"][0]["message"]["content"]
 
 
 def test_curl_forms_have_what_there_is() -> None:
@@ -508,15 +520,17 @@ def test_python_runs(page: Path, home: Path, server: str, monkeypatch: pytest.Mo
     """The marked blocks of a page, one after the other in one namespace, as a reader would type them."""
     monkeypatch.chdir(home)
     namespace: dict[str, Any] = {"__name__": "docs"}
-    for block in of("python", "run"):
-        if block.page == page:
-            source = block.body.replace("localhost:8000", server.removeprefix("http://"))
-            exec(compile(source, str(block), "exec"), namespace)
-    if page.name == "README.md":
+    shapes = page.name == "README.md"
+    with serving(home, SHAPES) if shapes else nullcontext(server) as url:
+        for block in of("python", "run"):
+            if block.page == page:
+                source = block.body.replace("localhost:8000", url.removeprefix("http://"))
+                exec(compile(source, str(block), "exec"), namespace)
+    if shapes:
         out = namespace["out"]
         assert isinstance(out, RequestOutput)
         assert out.audio is not None
-        assert len(out.audio.samples) == 480 * sum(code < 290 for code in out.token_ids["talker"])
+        assert len(out.audio.samples) == 1920 * (len(out.token_ids["talker"]) - 1) - 555
         assert len(namespace["speech"]) > 0
     if page.name == "api.md":
         assert len(namespace["audio"]) > 0  # of the websocket

@@ -227,7 +227,7 @@ def codec_part(model: Any, *, size: int = 12) -> Part:
     encoder = Encoder(model.config.code2wav_config)
     codec = Codec(model.code2wav, encoder).to(model.device)
     model.code2wav.code_embedding.requires_grad_(False)  # the codebooks follow their own rule
-    return Part("codec", [model.code2wav], partial(clips, size=size), codec.loss, own=encoder, rate=4e-4)
+    return Part("codec", [model.code2wav], partial(clips, size=size), codec.loss, own=encoder, rate=1.5e-4)
 
 
 @cache

@@ -93,7 +93,8 @@ def of_drafts(directory: Path, count: int) -> Iterator[dict[str, Any]]:
 def of_seams(directory: Path, count: int) -> dict[str, Any]:
     """How much spectra change where pieces of sound meet, as a multiple of elsewhere: streamed; whole, by one call of
     the library's vocoder, at the same places; and if pieces of as many frames were decoded apart."""
-    asked = [one for one in evaluate.held_out(count) if one.style != evaluate.JSON][:count]
+    # the library's talker cannot be given recordings
+    asked = [one for one in evaluate.held_out(count, spoken=False) if one.style != evaluate.JSON][:count]
     model, processor = library_of(directory)
     changes: dict[str, list[float]] = {"streamed": [], "whole": [], "apart": []}
     furthest = 0.0
@@ -199,8 +200,8 @@ def main() -> None:
         of_ways(directory, count // 2),
         of_weights(directory, count, options.speech),
         of_drafts(directory, count),
-        [of_experts(directory, count // 4)],
-        [of_seams(directory, options.speech)],
+        map(of_experts, [directory], [count // 4]),
+        map(of_seams, [directory], [options.speech]),
     ):
         for row in found:
             print(json.dumps(row), flush=True)

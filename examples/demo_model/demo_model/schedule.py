@@ -29,7 +29,7 @@ SIZES = {
 """Pictures, sequences or recordings of a batch."""
 NEEDS = {"answers": ("vision",), "hearing": ("answers", "dictation"), "speaking": ("codec",)}
 LINES: dict[str, tuple[dict[str, float], ...]] = {
-    "cpu": ({"vision": 0.07, "answers": 0.55, "hearing": 1.0}, {"dictation": 0.12, "codec": 0.55, "speaking": 1.0}),
+    "cpu": ({"vision": 0.13, "answers": 0.6, "hearing": 1.0}, {"dictation": 0.2, "codec": 0.6, "speaking": 1.0}),
     "cuda": ({"vision": 0.15, "answers": 0.5, "hearing": 1.0}, {"codec": 0.5, "speaking": 1.0}, {"dictation": 0.5}),
 }
 """Parts that one process trains in turn, and which share of the time is over when each must end; lines run at once."""

@@ -1,0 +1,72 @@
+"""The demo's trained model, as it lies in the repository: a sample of what its card states."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from segue import Omni
+
+EXAMPLES = Path(__file__).parents[4] / "examples"
+SHAPES = EXAMPLES / "segue-shapes"
+LEAST = {"picture": 0.5, "clip": 0.25, "nothing": 0.95, "valid JSON": 0.95}
+"""Right answers in a sample of 40 questions each; the card's figures are of more."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def package() -> Iterator[None]:
+    """Makes the example importable."""
+    sys.path.insert(0, str(EXAMPLES / "demo_model"))
+    yield
+    sys.path.remove(str(EXAMPLES / "demo_model"))
+
+
+@pytest.fixture(scope="module")
+def omni() -> Iterator[Omni]:
+    with Omni(SHAPES, progress=False) as omni:
+        yield omni
+
+
+def test_written_questions_are_answered_right(omni: Omni) -> None:
+    from demo_model.evaluate import answers, held_out
+
+    asked = list(held_out(40, spoken=False, seed=1))
+    outs = omni.generate([one.prompt for one in asked], modalities=["text"])
+    found = {row["questions"]: row["right"] for row in answers(asked, [out.text for out in outs])}
+    assert found.keys() == LEAST.keys()
+    assert all(found[sort] >= least for sort, least in LEAST.items()), found
+
+
+def test_the_examples_are_answered(omni: Omni) -> None:
+    """Those of the page and of `make demo`, spoken questions too, in words and aloud."""
+    from demo_model.questions import facts_of
+
+    examples = json.loads((SHAPES / "examples" / "examples.json").read_text())
+    prompts: list[Any] = [{"messages": with_files(one["messages"])} for one in examples]
+    outs = omni.generate(prompts, modalities=["text", "audio"], voice="Chelsie", seed=1)
+    right = [facts_of(out.text) == facts_of(one["answer"]) for out, one in zip(outs, examples, strict=True)]
+    assert sum(right) >= len(right) // 2, [out.text for out in outs]
+    assert all(float(np.abs(out.audio.samples).max()) > 0.01 for out in outs)
+
+
+def with_files(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages whose media are paths."""
+    found = []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, list):
+            content = [part if part["type"] == "text" else medium(part) for part in content]
+        found.append({"role": message["role"], "content": content})
+    return found
+
+
+def medium(part: dict[str, Any]) -> dict[str, Any]:
+    held = part[part["type"]]
+    kind = part["type"].removesuffix("_url").removeprefix("input_")
+    return {"type": kind, kind: str(SHAPES / "examples" / (held.get("data") or held["url"]))}
