@@ -27,7 +27,7 @@ from segue.bench.harness.load import by_side, closed, in_turn, load_of, serving,
 from segue.bench.harness.meters import memory
 from segue.bench.harness.process import ChildProcess, ReferenceDriver, same_environment
 from segue.bench.harness.results import Level, measure
-from segue.bench.harness.scenarios import mean_jct, settings_of, speed
+from segue.bench.harness.scenarios import mean_jct, speed
 from segue.models.registry import read_config
 
 ONE, BATCH = "diffusers one at a time", "diffusers lists of prompts"
@@ -67,11 +67,15 @@ async def run(bench: DiffusionBench) -> DiffusionResult:
     one, batch = references(process)
     async with serving([one, segue], bench.say):
         loaded = await process.start()
-        settings = settings_of(
-            DiffusionSettings,
-            bench,
+        settings = DiffusionSettings(
             model=bench.model_dir.name,
             pipeline=pipeline,
+            dtype=bench.dtype,
+            seed=bench.seed,
+            rounds=bench.rounds,
+            threads=bench.threads,
+            guidance=bench.guidance,
+            requests=bench.requests,
             environment=environment,
             versions=loaded.versions,
             ceiling=loaded.ceiling,

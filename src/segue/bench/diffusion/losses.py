@@ -22,7 +22,7 @@ from segue.bench.harness.hardware import machine
 from segue.bench.harness.load import ask, by_side, closed, in_turn, outcomes_of, serving
 from segue.bench.harness.report import NamedColumns, page, table_by
 from segue.bench.harness.results import Growing, now
-from segue.bench.harness.scenarios import mean_jct, settings_of
+from segue.bench.harness.scenarios import mean_jct
 from segue.bench.harness.stats import mean
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.models.registry import read_config
@@ -136,9 +136,22 @@ async def run(bench: DiffusionBench) -> LossResult:
             await ask(exact, warm)
             ways = faster_sides(exact, bench, Path(files))
             sides, refused = await measured(exact, ways, warm, rounds, bench.say)
-    about = {"model": bench.model_dir.name, "pipeline": pipeline, "size": size, "steps": str(CACHED)}
-    figures = {"images": count * bench.rounds, "sides": sides, "refused": refused}
-    result = settings_of(LossResult, bench, finished=now(), done=1, planned=1, machine=found, **about, **figures)
+    result = LossResult(
+        finished=now(),
+        done=1,
+        planned=1,
+        machine=found,
+        model=bench.model_dir.name,
+        pipeline=pipeline,
+        dtype=bench.dtype,
+        size=size,
+        steps=str(CACHED),
+        images=count * bench.rounds,
+        guidance=bench.guidance,
+        seed=bench.seed,
+        sides=sides,
+        refused=refused,
+    )
     bench.keep(result)
     return result
 

@@ -9,7 +9,7 @@ import msgspec
 from segue.bench.diffusion.workload import ImageSlice, differences, steps_of
 from segue.bench.harness.load import outcomes_of
 from segue.bench.harness.results import LoadResult
-from segue.bench.harness.scenarios import LoadScenario, LoadSettings, LoadSide, over_rounds, summaries
+from segue.bench.harness.scenarios import LoadScenario, LoadSettings, LoadSide, speed, wall_of
 from segue.bench.harness.stats import Summary, summary
 
 
@@ -67,13 +67,16 @@ def side_of(
 ) -> DiffusionSide:
     """The figures of one side from its slices. `first`: slices of the side it is compared with; `ideal`: seconds per
     step at the ceiling; `denoising`: seconds of the denoiser's steps, if the outcomes do not contain them."""
-    outcomes, common = outcomes_of(slices), over_rounds(slices, steps_of)
-    wall, steps = common["wall"], sum(one.steps for one in outcomes)
+    outcomes, wall = outcomes_of(slices), wall_of(slices)
+    steps = sum(one.steps for one in outcomes)
     denoising = denoising or sum(one.network for one in outcomes)
     counts = sorted({one.steps for one in outcomes})
     return DiffusionSide(
-        **common,
-        **summaries(outcomes, ("first_preview",)),
+        requests=len(outcomes),
+        wall=wall,
+        by_round=[speed(taken, steps_of) for taken in slices],
+        jct=summary([one.jct for one in outcomes]),
+        first_preview=summary([one.first_preview for one in outcomes]),
         **differences(outcomes, outcomes_of(first)),
         images_per_second=len(outcomes) / wall,
         steps_per_second=steps / wall,

@@ -29,6 +29,10 @@ class Timed(Protocol):
     sent: float
     """time.monotonic() at the client."""
 
+    @property
+    def jct(self) -> float:
+        """Seconds from sending the request to the whole answer."""
+
     def check(self, request: Any) -> None:
         """Raise unless the answer matches the request: otherwise the sides would do different work."""
 

@@ -3,15 +3,12 @@ their JSON files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from segue.bench.harness.arguments import Bench
-from segue.bench.harness.load import LoadSlice, outcomes_of
-from segue.bench.harness.stats import Ratio, Summary, mean, ratio, summary
+from segue.bench.harness.load import LoadSlice, OutcomeT
+from segue.bench.harness.stats import Ratio, Summary, mean, ratio
 
 
 class LoadSettings(msgspec.Struct, kw_only=True):
@@ -33,10 +30,6 @@ class LoadOutcome(msgspec.Struct, kw_only=True):
     """Job completion time: the whole answer at the client, including waiting in any queue."""
     sent: float = 0.0
     """time.monotonic() at the client."""
-
-    def check(self, request: Any) -> None:
-        """Raise unless the answer matches the request: otherwise the sides would do different work."""
-        raise NotImplementedError
 
 
 class LoadSide(msgspec.Struct, kw_only=True):
@@ -62,29 +55,13 @@ class LoadScenario(msgspec.Struct, kw_only=True):
     """Arrivals per second."""
 
 
-SettingsT = TypeVar("SettingsT", bound=msgspec.Struct)
-OutcomeT = TypeVar("OutcomeT", bound=LoadOutcome)
-
-
-def settings_of(kind: type[SettingsT], bench: Bench, **more: Any) -> SettingsT:
-    """The settings of a run: `more`, and the options of the same names as the other fields."""
-    options = {one.name for one in fields(bench)} - more.keys()
-    return kind(**more, **{name: getattr(bench, name) for name in kind.__struct_fields__ if name in options})
-
-
-def over_rounds(slices: Sequence[LoadSlice[OutcomeT]], made: Callable[[OutcomeT], float]) -> dict[str, Any]:
-    """The fields of `LoadSide` that follow from its slices. `made`: how much a request gave."""
-    outcomes = outcomes_of(slices)
-    return {
-        "requests": len(outcomes),
-        "wall": sum(taken.wall for taken in slices),
-        "by_round": [speed(taken, made) for taken in slices],
-        "jct": summary([one.jct for one in outcomes]),
-    }
+def wall_of(slices: Sequence[LoadSlice[OutcomeT]]) -> float:
+    """Seconds in which a side worked."""
+    return sum(taken.wall for taken in slices)
 
 
 def speed(taken: LoadSlice[OutcomeT], made: Callable[[OutcomeT], float]) -> float:
-    """What a round gave per second."""
+    """What a round gave per second. `made`: how much a request gave."""
     return sum(made(one) for one in taken.outcomes) / taken.wall
 
 
@@ -93,14 +70,13 @@ def mean_jct(taken: LoadSlice[OutcomeT]) -> str:
     return f"mean JCT {mean([one.jct for one in taken.outcomes]):.2f} s"
 
 
-def summaries(outcomes: Sequence[LoadOutcome], names: Sequence[str]) -> dict[str, Any]:
-    """Summaries of figures of a request, by the names of its attributes."""
-    return {name: summary([getattr(one, name) for one in outcomes]) for name in names}
-
-
 def ratios(
-    mine: Sequence[LoadSlice[OutcomeT]], theirs: Sequence[LoadSlice[OutcomeT]], names: Sequence[str]
+    mine: Sequence[LoadSlice[OutcomeT]],
+    theirs: Sequence[LoadSlice[OutcomeT]],
+    metrics: Mapping[str, Callable[[OutcomeT], float]],
 ) -> dict[str, Ratio]:
-    """The same figures of mine to those of theirs; both must have the same requests in the same rounds."""
+    """Figures of mine to those of theirs; both must have the same requests in the same rounds."""
     pairs = [list(zip(a.outcomes, b.outcomes, strict=True)) for a, b in zip(mine, theirs, strict=True)]
-    return {name: ratio([[(getattr(a, name), getattr(b, name)) for a, b in both] for both in pairs]) for name in names}
+    return {
+        name: ratio([[(metric(a), metric(b)) for a, b in both] for both in pairs]) for name, metric in metrics.items()
+    }

@@ -13,7 +13,7 @@ from segue.bench.harness.hardware import machine
 from segue.bench.harness.load import by_side, closed, in_turn, load_of, outcomes_of, serving, warm_up
 from segue.bench.harness.meters import gpu_bytes_used, watched
 from segue.bench.harness.results import measure
-from segue.bench.harness.scenarios import mean_jct, ratios, settings_of
+from segue.bench.harness.scenarios import mean_jct, ratios
 from segue.bench.harness.stages import hop_figures
 from segue.bench.harness.stats import added, mean, snapshot
 from segue.bench.omni.arguments import OmniBench
@@ -88,12 +88,16 @@ async def run(bench: OmniBench) -> Result:
             threads = {"segue": segue.threads()}
             if baselines:
                 threads["transformers"] = {"process": (await process.start()).threads}
-            settings = settings_of(
-                Settings,
-                bench,
+            settings = Settings(
+                workload=bench.workload,
                 model=bench.model_dir.name,
                 dtype=bench.computes,
                 load_format=bench.loads,
+                device=bench.device,
+                seed=bench.seed,
+                rounds=bench.rounds,
+                requests=bench.requests or 0,
+                warmup=bench.warmup,
                 sides=["segue", *bench.baseline],
                 threads=threads,
                 silence=silence,

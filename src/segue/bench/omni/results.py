@@ -3,19 +3,24 @@ Segue's workers report."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from segue.bench.harness.load import outcomes_of
 from segue.bench.harness.meters import SideUsage
 from segue.bench.harness.results import Growing
-from segue.bench.harness.scenarios import LoadSettings, summaries
+from segue.bench.harness.scenarios import LoadSettings, wall_of
 from segue.bench.harness.stages import StageFigures, busy_seconds, stage_figures
-from segue.bench.harness.stats import HistogramFigures, Ratio, Snapshot, Summary, histogram_figures, mean
+from segue.bench.harness.stats import HistogramFigures, Ratio, Snapshot, Summary, histogram_figures, mean, summary
 from segue.bench.omni.outcome import OmniSlice, Outcome, WrongWork
 
-METRICS = ("jct", "ttft", "ttfa", "rtf")
+METRICS: dict[str, Callable[[Outcome], float]] = {
+    "jct": lambda one: one.jct,
+    "ttft": lambda one: one.ttft,
+    "ttfa": lambda one: one.ttfa,
+    "rtf": lambda one: one.rtf,
+}
 """Compared figures of a request."""
 LEAST_AGREEMENT = 0.5
 SAME_LENGTH = 0.001
@@ -100,12 +105,12 @@ def load_name(clients: int, rate: float) -> str:
 
 def figures(slices: Sequence[OmniSlice]) -> SideFigures:
     """The figures of one side's slices."""
-    outcomes, wall = outcomes_of(slices), _wall(slices)
+    outcomes, wall = outcomes_of(slices), wall_of(slices)
     kinds = sorted({outcome.kind for outcome in outcomes})
     return SideFigures(
         requests=len(outcomes),
         wall=wall,
-        metrics=summaries(outcomes, METRICS),
+        metrics={name: summary([metric(one) for one in outcomes]) for name, metric in METRICS.items()},
         throughput={name: count / wall for name, count in _made(slices).items()},
         by_kind={kind: mean([o.jct for o in outcomes if o.kind == kind]) for kind in kinds},
     )
@@ -148,14 +153,14 @@ def segue_stages(between: Snapshot, slices: Sequence[OmniSlice]) -> dict[str, St
         if name == "step_seconds":
             sizes = between.get((stage, "batch_size"))
             batch = None if sizes is None else histogram_figures(sizes)
-            stages[stage] = _stage(stage, made, steps.sum, _wall(slices), histogram_figures(steps), batch)
+            stages[stage] = _stage(stage, made, steps.sum, wall_of(slices), histogram_figures(steps), batch)
     return stages
 
 
 def baseline_stages(slices: Sequence[OmniSlice]) -> dict[str, StageFigures]:
     """Stage figures from the times at which each batch left a stage."""
     made, busy = _made(slices), busy_seconds((one.sent, one.spans) for one in outcomes_of(slices))
-    return {stage: _stage(stage, made, seconds, _wall(slices)) for stage, seconds in busy.items()}
+    return {stage: _stage(stage, made, seconds, wall_of(slices)) for stage, seconds in busy.items()}
 
 
 def _stage(
@@ -163,10 +168,6 @@ def _stage(
 ) -> StageFigures:
     unit, name = UNITS.get(stage, ("requests", "requests"))
     return stage_figures(unit, made[name], busy, wall, *histograms)
-
-
-def _wall(slices: Sequence[OmniSlice]) -> float:
-    return sum(taken.wall for taken in slices)
 
 
 def _made(slices: Sequence[OmniSlice]) -> dict[str, float]:

@@ -8,7 +8,7 @@ import msgspec
 
 from segue.bench.harness.load import outcomes_of
 from segue.bench.harness.results import LoadResult
-from segue.bench.harness.scenarios import LoadScenario, LoadSettings, LoadSide, over_rounds, summaries
+from segue.bench.harness.scenarios import LoadScenario, LoadSettings, LoadSide, speed, wall_of
 from segue.bench.harness.stats import Summary, summary
 from segue.bench.text.workload import TextOutcome, TextSlice
 
@@ -69,16 +69,20 @@ def side_of(
     slices: Sequence[TextSlice], first: Sequence[TextSlice], objective: Sequence[float], pss_bytes: int = 0
 ) -> TextSide:
     """The figures of one side from its slices; `first`: slices of the side it is compared with."""
-    outcomes, common = outcomes_of(slices), over_rounds(slices, TextOutcome.count)
+    outcomes, wall = outcomes_of(slices), wall_of(slices)
     gaps = [gap for outcome in outcomes for gap in outcome.itls]
     same = [a.token_ids == b.token_ids for a, b in zip(outcomes, outcomes_of(first), strict=True)]
     kept = [keeps(outcome, objective) for outcome in outcomes] if objective else []
     return TextSide(
-        **common,
-        **summaries(outcomes, ("ttft", "tpot")),
-        tokens_per_second=sum(outcome.count() for outcome in outcomes) / common["wall"],
+        requests=len(outcomes),
+        wall=wall,
+        by_round=[speed(taken, TextOutcome.count) for taken in slices],
+        jct=summary([outcome.jct for outcome in outcomes]),
+        ttft=summary([outcome.ttft for outcome in outcomes]),
+        tpot=summary([outcome.tpot for outcome in outcomes]),
+        tokens_per_second=sum(outcome.count() for outcome in outcomes) / wall,
         itl=summary(gaps) if gaps else None,
-        goodput=sum(kept) / common["wall"] if kept else None,
+        goodput=sum(kept) / wall if kept else None,
         kept=sum(kept) / len(kept) if kept else None,
         pss_bytes=pss_bytes,
         same_tokens=sum(same) / len(same),

@@ -14,7 +14,7 @@ from segue.bench.harness.load import by_side, closed, in_turn, load_of, serving,
 from segue.bench.harness.meters import memory
 from segue.bench.harness.process import ChildProcess, Loaded, ModelOptions, ReferenceDriver, same_environment
 from segue.bench.harness.results import Level, measure
-from segue.bench.harness.scenarios import settings_of, speed
+from segue.bench.harness.scenarios import speed
 from segue.bench.harness.stats import summary
 from segue.bench.text.arguments import TextBench
 from segue.bench.text.http import HttpDriver, segue_command, vllm_command, vllm_environment
@@ -205,10 +205,12 @@ def _settings(bench: TextBench) -> TextSettings:
         version = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     name, dtype = _vllm(bench)
     precision = {f"{SEGUE} {kind}": kind for kind in bench.quantized}
-    return settings_of(
-        TextSettings,
-        bench,
+    return TextSettings(
         model=bench.model_dir.name,
+        dtype=bench.dtype,
+        seed=bench.seed,
+        rounds=bench.rounds,
+        threads=bench.threads,
         preload="" if bench.preload is None else bench.preload.name,
         vllm=version,
         kept=str(read_config(bench.model_dir).get("dtype", "")),
