@@ -3,21 +3,19 @@
     python examples/demo.py MODEL_DIR OUT_DIR
 
 Starts `segue serve` on a free port and asks for text and speech, streamed and whole: what the model's own
-`examples/examples.json` asks, and whether the answers are right, or else about text, a photo, a voice clip and a video
-with an audio track. Writes a transcript, WAV files, what was shown, and a timeline image of the stages.
+examples ask, or else about text, a photo, a voice clip and a video with an audio track. Says which answers are right,
+where that is known. Writes a transcript, WAV files, what was shown, and a timeline image of the stages.
 """
 
 from __future__ import annotations
 
 import base64
-import json
-import mimetypes
-import shutil
 import signal
 import subprocess
 import sys
 import time
 import wave
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 sys.path.insert(0, str(Path(__file__).parent / "demo_model"))
+import httpx
 from demo_model.questions import facts_of
 from matplotlib import pyplot as plt
 from openai import OpenAI
@@ -33,26 +32,41 @@ from openai import OpenAI
 MODEL = "demo"
 ASSETS = Path(__file__).parent.parent / "assets"
 SAMPLE_RATE = 24000
+SPOKEN = ("text", "audio")
 SHADES = {"queue": 0.12, "first": 0.5, "run": 1.0}
 """Colours: waiting for the first input, making the first output, making the rest."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: messages in the OpenAI API's format, what is asked for, and the right answer if there is one.
-    `files`: what is shown or played."""
+    """One request: messages in the OpenAI API's format, what is asked for, and the right answer if one is known."""
 
     name: str
     messages: list[dict[str, Any]]
-    modalities: tuple[str, ...] = ("text", "audio")
+    modalities: tuple[str, ...] = SPOKEN
     stream: bool = True
-    answer: str | None = None
-    files: tuple[Path, ...] = ()
+    answer: str = ""
+
+    @property
+    def parts(self) -> list[dict[str, Any]]:
+        """Of the last message."""
+        content = self.messages[-1]["content"]
+        return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
     @property
     def written(self) -> str:
-        """The words of the last message."""
-        return " ".join(part["text"] for part in self.messages[-1]["content"] if part["type"] == "text")
+        """Its words."""
+        return " ".join(part["text"] for part in self.parts if part["type"] == "text") or "(spoken)"
+
+    @property
+    def media(self) -> Iterator[tuple[str, bytes]]:
+        """Its pictures, clips and recordings: (suffix of a file, its content)."""
+        for part in self.parts:
+            if part["type"] == "input_audio":
+                yield part["input_audio"]["format"], base64.b64decode(part["input_audio"]["data"])
+            elif part["type"] != "text":
+                kind, data = part[part["type"]]["url"].split(";base64,")
+                yield kind.rsplit("/", 1)[1], base64.b64decode(data)
 
 
 @dataclass
@@ -78,18 +92,20 @@ class Shown:
 
     @property
     def right(self) -> bool | None:
-        """Whether the answer has the facts of the right one; None where none is known."""
-        return None if self.ask.answer is None else facts_of(self.text) == facts_of(self.ask.answer)
+        """Whether the answer has the facts of the right one; None where none are known."""
+        wanted = facts_of(self.ask.answer)
+        return facts_of(self.text) == wanted if wanted else None
 
 
 def data_url(path: Path, kind: str) -> str:
     return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
-def asks(model_dir: Path) -> list[Ask]:
-    """What the model's own examples ask; of a model without any, one request of each kind."""
-    if (model_dir / "examples" / "examples.json").exists():
-        return own_examples(model_dir / "examples")
+def asks(url: str) -> list[Ask]:
+    """What the server offers as the model's own examples; of a model without any, one request of each kind."""
+    offered = httpx.get(f"{url}/page/examples").raise_for_status().json()["data"]
+    if own := [example(one) for one in offered if "messages" in one]:
+        return own
     found = [Ask(f"{name} → text + speech, streamed", of_user(parts)) for name, parts in prompts().items()]
     text = of_user(prompts()["text"])
     return [
@@ -100,24 +116,10 @@ def asks(model_dir: Path) -> list[Ask]:
     ]
 
 
-def own_examples(directory: Path) -> list[Ask]:
-    """Of a model; file names in place of its media are replaced by what is in the files."""
-    found = []
-    for example in json.loads((directory / "examples.json").read_text()):
-        files = []
-        for message in example["messages"]:
-            for part in message["content"] if isinstance(message["content"], list) else []:
-                if part["type"] == "text":
-                    continue
-                held = part[part["type"]]
-                key = "data" if part["type"] == "input_audio" else "url"
-                files.append(directory / held[key])
-                url = data_url(files[-1], mimetypes.guess_type(held[key])[0] or "application/octet-stream")
-                held[key] = url.split(",", 1)[1] if key == "data" else url
-        spoken = not example["answer"].startswith("{")
-        modalities = ("text", "audio") if spoken else ("text",)
-        found.append(Ask(example["title"], example["messages"], modalities, True, example["answer"], tuple(files)))
-    return found
+def example(offered: dict[str, Any]) -> Ask:
+    answer = offered.get("answer", "")
+    modalities = ("text",) if answer.startswith("{") else SPOKEN  # nobody wants to hear JSON
+    return Ask(offered["title"], offered["messages"], modalities, answer=answer)
 
 
 def prompts() -> dict[str, list[dict[str, Any]]]:
@@ -144,17 +146,15 @@ def of_user(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def request(ask: Ask) -> dict[str, Any]:
     """The keyword arguments of `client.chat.completions.create`, for streamed and whole answers alike."""
-    # a trained model says what it holds for most likely; one with random weights would repeat itself
-    thinker = {"temperature": 0.0} if ask.answer else {}
     asked: dict[str, Any] = {
         "model": MODEL,
         "messages": ask.messages,
         "modalities": list(ask.modalities),
         "seed": 7,
-        "max_tokens": 64 if ask.answer is None else 160,
+        "max_tokens": 160 if ask.answer else 64,
         "extra_body": {
             "return_metrics": True,
-            "sampling": {"talker": {"max_tokens": 300}, "thinker": thinker},
+            "sampling": {"talker": {"max_tokens": 300}},
             "options": {"use_audio_in_video": True},  # without it the model ignores a video's audio
         },
     }
@@ -240,7 +240,7 @@ def main(model_dir: Path, out: Path) -> None:
         url = wait_ready(server)
         print(f"\nready after {time.monotonic() - began:.1f} s at {url}\n")
         client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        shown = [(streamed if ask.stream else whole)(client, ask) for ask in asks(model_dir)]
+        shown = [(streamed if ask.stream else whole)(client, ask) for ask in asks(url)]
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait()
@@ -254,7 +254,7 @@ def main(model_dir: Path, out: Path) -> None:
     for one in shown:
         if one.right is not None:
             mark = "right" if one.right else f"wrong; right is: {one.ask.answer}"
-            print(f"{one.ask.name}: {one.ask.written or '(spoken)'}\n    {one.text}  [{mark}]")
+            print(f"{one.ask.name}: {one.ask.written}\n    {one.text}  [{mark}]")
     write_transcript(shown, out)
     draw(shown, out / "timeline.png")
     judged = [one.right for one in shown if one.right is not None]
@@ -268,12 +268,11 @@ def write_transcript(shown: list[Shown], out: Path) -> None:
     parts = []
     for number, one in enumerate(shown):
         part = f"## {one.ask.name}\n\n"
-        for file in one.ask.files:
-            shutil.copyfile(file, out / file.name)
-            part += f"[{file.name}]({file.name})\n\n"
-        if one.ask.answer is not None:
-            part += f"> {one.ask.written or '(spoken)'}\n\n"
-        part += f"{one.text}\n"
+        for suffix, data in one.ask.media:
+            name = f"{number}-asked.{suffix}"
+            (out / name).write_bytes(data)
+            part += f"[{name}]({name})\n\n"
+        part += f"> {one.ask.written}\n\n{one.text}\n"
         if one.pcm:
             name = f"{number}-{one.ask.name.split(' →')[0].replace(' ', '-').lower()}.wav"
             write_wav(out / name, one.pcm)

@@ -27,8 +27,8 @@ CHUNK = 100
 """Spectra that the audio encoder's convolutions take at once."""
 ROWS = 13
 """Rows that they give for them."""
-_ROWS = 128
-"""Of an expert's tokens."""
+_FILLED = 128
+"""An expert takes a multiple of so many tokens."""
 _HIDDEN = -3e4
 """Added to the score of a token that must not be seen."""
 _TOGETHER, _VISIBLE, _SORTED = "flash_demo_model", "visible_demo_model", "sorted_demo_model"
@@ -126,12 +126,12 @@ def attend_visible(
 def sorted_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Each expert takes its tokens side by side: [tokens, hidden] → [tokens, hidden].
 
-    Their number is filled up to a multiple of `_ROWS`: a CPU's kernels are compiled anew for each other number.
+    Their number is filled up to a multiple of `_FILLED`: a CPU's kernels are compiled anew for each other number.
     """
     order = top_k_index.flatten().argsort(stable=True)
     owner = order // top_k_index.shape[1]
     counts = top_k_index.flatten().bincount(minlength=self.num_experts)
-    filled = (counts + _ROWS - 1) // _ROWS * _ROWS
+    filled = (counts + _FILLED - 1) // _FILLED * _FILLED
     shift = (filled.cumsum(0) - filled) - (counts.cumsum(0) - counts)
     place = torch.arange(len(order), device=order.device) + shift.index_select(0, top_k_index.flatten()[order])
     sizes = filled.tolist()

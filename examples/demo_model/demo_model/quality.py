@@ -21,9 +21,12 @@ import torch
 
 from demo_model import evaluate
 from demo_model.codec import FRAME
+from demo_model.questions import STYLES
 from demo_model.ways import WAYS, batched, encoded, library_of
 from segue import AsyncOmni, Omni
 from segue.messages.deltas import AudioDelta
+from segue.messages.stats import Histogram
+from segue.models.omni.qwen3_omni.reference import spoken_codes
 
 WEIGHTS: dict[str, dict[str, Any]] = {
     "as published": {},
@@ -33,8 +36,8 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "fp8": {"quantization": "fp8"},
 }
 """Weights of thinker and talker, and how they are computed with; as published: bfloat16 weights, float32 products."""
-DRAFTS = {"method": "ngram", "tokens": 4}
-SPEECH = {"talker": {"temperature": 0.0, "max_tokens": 300}}
+DRAFTS = {"method": "ngram", "tokens": 4, "adaptive": False}
+SPEECH: dict[str, dict[str, Any]] = {"talker": {"temperature": 0.0, "max_tokens": 300}}
 _HOP, _WINDOW = 240, 960
 """Samples from one spectrum to the next, and of each."""
 
@@ -57,37 +60,45 @@ def _share(texts: Sequence[str], others: Sequence[str]) -> float:
 def of_weights(directory: Path, count: int, spoken: int) -> Iterator[dict[str, Any]]:
     """Right answers, and words mistaken, with fewer bits."""
     asked = list(evaluate.held_out(count))
-    prompts = [one.prompt for one in asked]
     exact: list[str] = []
     for name, settings in WEIGHTS.items():
-        texts = batched(directory, prompts, **settings)
+        with Omni(directory, **settings) as omni:
+            texts = [out.text for out in omni.generate([one.prompt for one in asked], modalities=["text"])]
+            said = evaluate.speech(omni, spoken)
         exact = exact or texts
         right = {row["questions"]: row["right"] for row in evaluate.answers(asked, texts)}
-        with Omni(directory, **settings) as omni:
-            said = evaluate.speech(omni, spoken)
         yield {"weights": name, "asked": len(asked), "same": _share(texts, exact), "right": right, "speech": said}
 
 
 def of_drafts(directory: Path, count: int) -> Iterator[dict[str, Any]]:
     """The share of drafted tokens that the model accepts, of each style of answers, and whether any answer changes."""
     asked = list(evaluate.held_out(count))
-    for style in ("", "full", "short", "json"):
+    exact = batched(directory, [one.prompt for one in asked])
+    for style in ("", *STYLES):
         prompts = [one.prompt for one in asked if one.style == style]
-
-        async def run(prompts: Sequence[dict[str, Any]]) -> tuple[list[str], float, float]:
-            async with AsyncOmni(directory, speculation=DRAFTS) as omni:
-                outs = await asyncio.gather(*(omni.generate(one, modalities=["text"]) for one in prompts))
-                found = [one.values for stats in omni.orchestrator.stats.values() for one in stats.stages]
-                drafted, accepted = (
-                    float(sum(values.get(f"spec_{name}_tokens_total", 0.0) for values in found))
-                    for name in ("draft", "accepted")
-                )
-            return [out.text for out in outs], drafted, accepted
-
-        texts, drafted, accepted = asyncio.run(run(prompts))
-        same = texts == batched(directory, prompts)
+        texts, drafted, accepted = asyncio.run(_drafted(directory, prompts))
+        same = texts == [text for one, text in zip(asked, exact, strict=True) if one.style == style]
         share = round(accepted / drafted, 4) if drafted else None
         yield {"drafts": style or "none", "asked": len(prompts), "drafted": drafted, "accepted": share, "same": same}
+
+
+async def _drafted(directory: Path, prompts: Sequence[dict[str, Any]]) -> tuple[list[str], float, float]:
+    """The answers, and how many tokens were drafted and accepted."""
+    async with AsyncOmni(directory, speculation=DRAFTS) as omni:
+        outs = await asyncio.gather(*(omni.generate(one, modalities=["text"]) for one in prompts))
+        while True:  # workers report when they fall idle: until a report has a later request
+            await omni.generate({"prompt_token_ids": [5], "sampling": {"thinker": {"max_tokens": 1}}})
+            [values] = [
+                one.values
+                for worker in omni.orchestrator.stats.values()
+                for one in worker.stages
+                if one.stage == "thinker"
+            ]
+            begun = values.get("first_output_seconds")
+            if isinstance(begun, Histogram) and sum(begun.counts) > len(prompts):
+                break
+        drafted, accepted = (values.get(f"spec_{name}_tokens_total", 0.0) for name in ("draft", "accepted"))
+    return [out.text for out in outs], float(drafted), float(accepted)  # type: ignore[arg-type]
 
 
 def of_seams(directory: Path, count: int) -> dict[str, Any]:
@@ -111,12 +122,20 @@ def of_seams(directory: Path, count: int) -> dict[str, Any]:
             return found
 
     for one, parts in zip(asked, asyncio.run(pieces()), strict=True):
-        codes = _codes(model, encoded(processor, one.prompt))
+        _, codes = spoken_codes(
+            model,
+            **encoded(processor, one.prompt),
+            speaker="Chelsie",
+            thinker_do_sample=False,
+            thinker_max_new_tokens=evaluate.GREEDY["max_tokens"],
+            thinker_eos_token_id=model.config.im_end_token_id,
+            talker_max_new_tokens=SPEECH["talker"]["max_tokens"],
+        )
         with torch.inference_mode():
             whole = model.code2wav(codes)[0, 0].numpy()
             ends = np.cumsum([len(part) for part in parts])[:-1]
             frames = [0, *((ends + FRAME // 2) // FRAME).tolist(), codes.shape[2]]
-            apart = [model.code2wav(codes[..., one:other])[0, 0].numpy() for one, other in pairwise(frames)]
+            apart = [model.code2wav(codes[..., start:end])[0, 0].numpy() for start, end in pairwise(frames)]
         streamed = np.concatenate(parts)
         furthest = max(furthest, float(np.abs(streamed - whole[: len(streamed)]).max()))
         for name, sound, borders in (
@@ -142,26 +161,6 @@ def seam(sound: np.ndarray, borders: np.ndarray) -> float:
         middle = border // _HOP - 1
         near[max(middle - 1, 0) : middle + 2] = True
     return float(change[near].mean() / change[~near].mean())
-
-
-def _codes(model: Any, given: Any) -> torch.Tensor:
-    """int64 [1, groups, frames]: what the library says, greedily."""
-    pieces: list[torch.Tensor] = []
-    hook = model.code2wav.register_forward_pre_hook(lambda module, args: pieces.append(args[0]))
-    try:
-        with torch.inference_mode():
-            model.generate(
-                **given,
-                speaker="Chelsie",
-                thinker_do_sample=False,
-                talker_do_sample=False,
-                thinker_max_new_tokens=evaluate.GREEDY["max_tokens"],
-                talker_max_new_tokens=300,
-                thinker_eos_token_id=model.config.im_end_token_id,
-            )
-    finally:
-        hook.remove()
-    return torch.cat([pieces[0], *(piece[..., 25:] for piece in pieces[1:])], -1)  # each further one repeats 25
 
 
 def of_experts(directory: Path, count: int) -> dict[str, Any]:

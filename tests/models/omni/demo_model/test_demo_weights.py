@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,8 @@ import numpy as np
 import pytest
 
 from segue import Omni
+from segue.server.page.examples import read_examples
+from segue.server.settings import ServerSettings
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 SHAPES = EXAMPLES / "segue-shapes"
@@ -47,26 +48,10 @@ def test_the_examples_are_answered(omni: Omni) -> None:
     """Those of the page and of `make demo`, spoken questions too, in words and aloud."""
     from demo_model.questions import facts_of
 
-    examples = json.loads((SHAPES / "examples" / "examples.json").read_text())
-    prompts: list[Any] = [{"messages": with_files(one["messages"])} for one in examples]
+    examples = read_examples(omni.card, ServerSettings())
+    assert len(examples) == 8
+    prompts: list[Any] = [{"messages": one["messages"]} for one in examples]
     outs = omni.generate(prompts, modalities=["text", "audio"], voice="Chelsie", seed=1)
     right = [facts_of(out.text) == facts_of(one["answer"]) for out, one in zip(outs, examples, strict=True)]
     assert sum(right) >= len(right) // 2, [out.text for out in outs]
     assert all(float(np.abs(out.audio.samples).max()) > 0.01 for out in outs)
-
-
-def with_files(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose media are paths."""
-    found = []
-    for message in messages:
-        content = message["content"]
-        if isinstance(content, list):
-            content = [part if part["type"] == "text" else medium(part) for part in content]
-        found.append({"role": message["role"], "content": content})
-    return found
-
-
-def medium(part: dict[str, Any]) -> dict[str, Any]:
-    held = part[part["type"]]
-    kind = part["type"].removesuffix("_url").removeprefix("input_")
-    return {"type": kind, kind: str(SHAPES / "examples" / (held.get("data") or held["url"]))}

@@ -26,6 +26,21 @@ RATE = 16000
 """Sample rate of the audio inputs."""
 
 
+def spoken_codes(model: Any, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token ids, codes [1, groups, frames]) of the library's `generate` with these arguments, its talker greedy."""
+    pieces: list[torch.Tensor] = []
+    hook = model.code2wav.register_forward_pre_hook(lambda module, args: pieces.append(args[0]))
+    try:
+        with torch.inference_mode(), warnings.catch_warnings():
+            # of the repetition penalty, which Segue, too, applies to codes alone
+            warnings.filterwarnings("ignore", "Passing `repetition_penalty`")
+            sequences, _ = model.generate(**given, talker_do_sample=False)
+    finally:
+        hook.remove()
+    # `generate` decodes pieces apart, each with 25 frames of the one before it; one call over all is exact
+    return sequences[0], torch.cat([pieces[0], *(piece[..., _CONTEXT:] for piece in pieces[1:])], dim=-1)
+
+
 @dataclass(frozen=True)
 class Reference:
     """transformers' model and processor on a checkpoint; `segue.models.shared.reference.Reference`."""
@@ -82,20 +97,10 @@ class Reference:
 
     def _spoken(self, **given: Any) -> tuple[torch.Tensor, np.ndarray]:
         """(token ids, [samples] float32 by one call over all codes) of `generate` with these arguments."""
-        pieces: list[torch.Tensor] = []
-        hook = self.model.code2wav.register_forward_pre_hook(lambda module, args: pieces.append(args[0]))
-        try:
-            with torch.inference_mode(), warnings.catch_warnings():
-                # of the repetition penalty, which Segue, too, applies to codes alone
-                warnings.filterwarnings("ignore", "Passing `repetition_penalty`")
-                sequences, _ = self.model.generate(**given, talker_do_sample=False)
-        finally:
-            hook.remove()
-        # `generate` decodes pieces apart, each with 25 frames of the one before it; one call over all is exact
-        rows = torch.cat([pieces[0], *(piece[..., _CONTEXT:] for piece in pieces[1:])], dim=-1)
+        sequence, codes = spoken_codes(self.model, **given)
         with torch.inference_mode():
-            samples = self.model.code2wav(rows)[0, 0]
-        return sequences[0], samples.float().cpu().numpy().astype("<f4")
+            samples = self.model.code2wav(codes)[0, 0]
+        return sequence, samples.float().cpu().numpy().astype("<f4")
 
     def _read(self, parts: Sequence[TextPart | MediaPart], with_audio: bool) -> Any:
         """Model inputs of one user message, by one call of the processor."""
