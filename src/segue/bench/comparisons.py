@@ -15,6 +15,7 @@ from typing import Any
 
 from segue.bench import first_sound
 from segue.bench.diffusion.results import DiffusionResult
+from segue.bench.harness.hardware import Machine
 from segue.bench.harness.report import table
 from segue.bench.omni.results import LevelResult, Result
 from segue.bench.own import OwnResult
@@ -78,10 +79,15 @@ class Measured:
         rounds = f"{self.result.settings.rounds} interleaved rounds of {self.requests} per side"
         packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items() if name != "segue")
         return (
-            f"{machine.cores} cores of {machine.cpu}, {machine.memory_bytes / GIB:.0f} GiB, {packages}; "
+            f"{place_of(machine)}, {machine.memory_bytes / GIB:.0f} GiB, {packages}; "
             f"{self.result.finished[:10]}, commit {machine.commit}; {rounds}; "
             f"{'; '.join(notes)}; load average at the start {machine.load_average[0]:.1f}."
         )
+
+
+def place_of(machine: Machine) -> str:
+    """Its GPUs, if it has any, and its cores."""
+    return ", ".join([*(gpu.partition(",")[0] for gpu in machine.gpus), f"{machine.cores} cores of {machine.cpu}"])
 
 
 def spread(values: Sequence[float], digits: int) -> str:
@@ -231,7 +237,7 @@ class Headline:
 def headlines(result: Any, measured: Measured | None, name: str) -> Iterator[Headline]:
     """Yield what the README says of one result; nothing for the kinds that have no rival. `name`: of its file."""
     machine = result.machine
-    origin = f"{machine.cores} cores of {machine.cpu}, {result.finished[:10]}, {machine.commit}"
+    origin = f"{place_of(machine)}, {result.finished[:10]}, {machine.commit}"
     if measured is not None:
         origin = origin if measured.result.settings.environment else f"{origin}, {measured.environment}"
         for row in measured.comparisons:

@@ -7,6 +7,7 @@ runs.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,9 @@ from segue.bench.hosts import results as hosts
 from segue.bench.omni import report
 from segue.bench.omni.results import Result
 from segue.bench.plain import comparison as plain
+from segue.bench.steps import denoise
+from segue.bench.steps import results as steps
+from segue.bench.steps.results import StepsResult
 from segue.bench.text import report as text_report
 from segue.bench.text.results import TextResult
 from segue.messages.errors import ConfigError
@@ -38,6 +42,8 @@ _KINDS: dict[str, tuple[Any, Callable[[Any], str], Callable[[Any], Measured] | s
     "bagel": (plain.PlainResult, plain.markdown, "BAGEL"),
     "mimo-audio": (plain.PlainResult, plain.markdown, "MiMo-Audio"),
     "first-sound": (first_sound.SoundResult, first_sound.markdown, "First sound of three models in one graph"),
+    "steps": (StepsResult, steps.markdown, "One GPU: steps of a language model"),
+    "denoise": (denoise.DenoiseResult, denoise.markdown, "One GPU: a denoiser"),
     "hop": (HopResult, hop_table, "Bytes between workers"),
     "hosts": (hosts.HostsResult, hosts.markdown, "Two hosts"),
 }
@@ -69,10 +75,13 @@ def pages(root: Path) -> dict[Path, str]:
     for kind, result, path in found:
         _, in_full, part = _KINDS[kind]
         measured = None if part is None or isinstance(part, str) else part(result)
-        if measured is not None:
+        if measured is not None and measured.comparisons:
             sections.append(_section(measured, path))
         elif part is not None:
-            sections.append(f"### {part}\n\n`bench/results/{path.name}`. {in_full(result).strip()}")
+            title = part if measured is None else f"{measured.title}, without a rival"
+            whole = re.sub("^#", "###", in_full(result).strip(), flags=re.MULTILINE)
+            between = "\n\n" if whole.startswith("#") else " "
+            sections.append(f"### {title}\n\n`bench/results/{path.name}`.{between}{whole}")
         rows += comparisons.headlines(result, measured, path.stem)
     short = [comparisons.headline_table(rows)]
     reckoned = [hosts.scale([result for kind, result, _ in found if kind == "hosts"])]

@@ -5,7 +5,8 @@
 | layers with the same input are joined | yes | yes | yes |
 | linear layers are quantised | stored in fewer bits | int8, bfloat16, int4 of torch | those of `segue.kernels.cpu` |
 | linear layers and experts are packed | no | in float32 | in panels |
-| norms and gated layers in one pass, attention | torch's | torch's | those of `segue.kernels.cpu` |
+| norms in one pass | yes | no | yes |
+| gated layers in one pass, attention | torch's | torch's | those of `segue.kernels.cpu` |
 | patches that are cut already are embedded by a GEMM | yes | yes | yes |
 | rows of repeated inputs are cached | no | yes | yes |
 | calls are replayed | CUDA graphs | no | captured lists |
@@ -32,6 +33,7 @@ from segue.kernels.linear.layers import PreparedLinear
 from segue.kernels.linear.linear import PackedLinear, can_pack, pack_linears
 from segue.kernels.linear.patches import embed_patches
 from segue.kernels.linear.quantized import quantize_linears
+from segue.kernels.recognised_norms import norms_by_torch
 
 DECODE_ROWS = 8
 """Usual rows per call of a decoder on a CPU."""
@@ -100,6 +102,8 @@ def prepare(network: nn.Module, device: torch.device, plan: Plan) -> int:
     compiled = cpu_kernels() if device.type == "cpu" else None
     if compiled is not None and plan.recognised:
         compiled.fuse_norms(network)
+    if device.type == "cuda" and plan.recognised:
+        norms_by_torch(network, device)
     if plan.shared is not None:
         fuse(network, plan.shared)
     if compiled is not None and plan.recognised:

@@ -28,6 +28,8 @@ everywhere = pytest.mark.parametrize("device", ["cpu", CUDA])
 nightly_everywhere = pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.nightly), CUDA])
 on_gpu = pytest.mark.parametrize("device", [CUDA])
 TOKENS = 24
+SHARE = 0.04
+"""Of a device's memory, for each stage; other tests may run beside these."""
 PROMPTS = [[7, 30, 91, 12], list(range(20, 75)), [5] * 9 + [80, 81], list(range(100, 400, 2))]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 EXACT: dict[str, dict[str, Any]] = {
@@ -82,7 +84,7 @@ def library_tokens(directory: Path, device: str) -> list[list[int]]:
 
 
 def segue_tokens(directory: Path, device: str, keys: Mapping[str, Any] | None = None) -> list[list[int]]:
-    system = System(directory, defaults={"devices": [device]}, stages={"llm": dict(keys or {})})
+    system = System(directory, defaults={"devices": [device], "memory_share": SHARE}, stages={"llm": dict(keys or {})})
     try:
         outputs = system.ask(*({"prompt_token_ids": prompt, "sampling": GREEDY} for prompt in PROMPTS))
     finally:
@@ -125,7 +127,7 @@ def test_what_rounds(made: dict[str, Path], device: str, name: str) -> None:
 def test_a_killed_worker(made: dict[str, Path], device: str) -> None:
     """The next one finds its device's memory free, and goes on."""
     directory = checkpoint(made, "llama")
-    system = System(directory, defaults={"devices": [device]})
+    system = System(directory, defaults={"devices": [device], "memory_share": SHARE})
     killed: list[Delta] = []
 
     def kill(delta: Delta) -> None:
@@ -150,7 +152,7 @@ def test_two_workers_of_one_device(made: dict[str, Path], device: str) -> None:
     """They share their weights, also with one that comes after the first has been killed, and captured graphs read them
     there."""
     directory = checkpoint(made, "llama")
-    system = System(directory, defaults={"devices": [device]}, stages={"llm": {"replicas": 2}})
+    system = System(directory, defaults={"devices": [device], "memory_share": SHARE}, stages={"llm": {"replicas": 2}})
     asked = [{"prompt_token_ids": prompt, "sampling": GREEDY} for prompt in PROMPTS * 4]
     try:
         system.run(system.all_ready())
@@ -183,7 +185,7 @@ def test_images(made: dict[str, Path], device: str, name: str, stages: dict[str,
     directory = checkpoint(made, name)
     kind, given = IMAGES[name]
     asked = {"prompt": "a red bicycle", "negative_prompt": "dark", "num_inference_steps": 5, **given}
-    system = System(directory, defaults={"devices": [device]}, stages=stages)
+    system = System(directory, defaults={"devices": [device], "memory_share": SHARE}, stages=stages)
     try:
         output, _ = system.ask({**asked, "seed": 3}, {**asked, "seed": 4})
     finally:

@@ -141,4 +141,5 @@ def name_of(device: torch.device) -> str:
 def device_page(result: DeviceResult, title: str, conditions: str, *tables: str) -> str:
     """A report: title, conditions, what is missing, tables, and a line for each level that failed."""
     failures = [f"{level}: `{said.strip().splitlines()[-1]}`" for level, said in result.failures.items()]
-    return "\n\n".join([f"## {title}, {result.finished[:10]}", conditions, *result.unfinished, *tables, *failures])
+    title = f"## {title}, {result.finished[:10]}, commit {result.machine.commit}"
+    return "\n\n".join([title, conditions, *result.unfinished, *tables, *failures])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from segue.engines.autoregressive.contract import Draws
-from segue.kernels.prepare import Plan, prepare
+from segue.kernels.prepare import Plan, prepare, siblings
 from segue.models.shared.library import DynamicCache, PreTrainedModel
 
 
@@ -61,7 +61,6 @@ class CodePredictor:
         """`decoder` takes [n, t, P] embeddings; `embeddings` and `heads` are those of codes 1 to G - 1; `project` maps
         E to P if they differ."""
         decoder.set_attn_implementation("sdpa")
-        prepare(decoder, decoder.device, Plan(recognised=True))
         self._decoder, self._embeddings, self._heads = decoder, embeddings, heads
         self._filters = filters
         self._project = project or nn.Identity()
@@ -69,6 +68,9 @@ class CodePredictor:
         like = embeddings[0].get_parameter("weight")
         decoder.rotary_emb = _FewRotations(decoder.rotary_emb, self.groups, like)
         self._positions = torch.arange(self.groups, device=like.device)[None]
+        with torch.inference_mode(), siblings(decoder) as found:
+            self._forward(like.new_zeros(1, 2, decoder.config.hidden_size), 0, None)
+        prepare(decoder, decoder.device, Plan(recognised=True, shared=found))
 
     @property
     def groups(self) -> int:
@@ -80,20 +82,24 @@ class CodePredictor:
         rows: torch.Tensor = self._embeddings[group - 1](codes)
         return rows
 
+    def _forward(self, embeds: torch.Tensor, begin: int, cache: DynamicCache | None) -> torch.Tensor:
+        """[n, t, P] embeddings from position `begin` on → [n, t, P] final hidden states."""
+        made: torch.Tensor = self._decoder(
+            inputs_embeds=embeds,
+            position_ids=self._positions[:, begin : begin + embeds.shape[1]],
+            attention_mask=self._masks,
+            past_key_values=cache,
+            use_cache=cache is not None,
+        ).last_hidden_state
+        return made
+
     def __call__(self, hidden: torch.Tensor, first: torch.Tensor, draws: Draws) -> torch.Tensor:
         """[n, E] final hidden states, [n, E] embeddings of codes 0 → [n, G - 1] long."""
         cache = DynamicCache(config=self._decoder.config)
         codes: list[torch.Tensor] = []
         rows = torch.stack([hidden, first], dim=1)
         for group in range(1, len(self._heads) + 1):
-            begin = 0 if group == 1 else group
-            out = self._decoder(
-                inputs_embeds=self._project(rows),
-                position_ids=self._positions[:, begin : begin + rows.shape[1]],
-                attention_mask=self._masks,
-                past_key_values=cache,
-                use_cache=True,
-            ).last_hidden_state[:, -1]
+            out = self._forward(self._project(rows), 0 if group == 1 else group, cache)[:, -1]
             logits = self._heads[group - 1](out).float()
             codes.append(self._filters.draw(draws, group, logits))
             rows = self.embed(group, codes[-1])[:, None]
