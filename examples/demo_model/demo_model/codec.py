@@ -1,21 +1,21 @@
-"""Learn the codes of speech: an encoder and a residual quantiser, for training only, before the model's own vocoder.
+"""Learn the codes of speech, and the model's own vocoder to give sound from them.
 
-The quantiser's codebooks are the rows of the vocoder's embedding: what the encoder says of a frame is the sum of one
-row of each group, as the vocoder takes it (its input is their mean). Residual quantisation as in SoundStream (Zeghidour
-et al. 2021, section 3.3): rows are running means of what takes them, and learn without a gradient. Encoder and vocoder
-learn alone first, by spectra at several resolutions.
+An encoder, for training only, takes a frame's mel spectra in the directions in which they differ most (principal
+components); a residual quantiser (as in SoundStream, Zeghidour et al. 2021, section 3.3) tells them in codes. Its
+codebooks are the rows of the vocoder's embedding: a frame is the sum of one row of each group, as the vocoder takes it
+(its input is their mean). The vocoder then learns by spectra at several resolutions.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from demo_model.questions import JSON
 from demo_model.see import KINDS, asked
@@ -31,22 +31,21 @@ SPEAKERS = {"chelsie": Manner("en-us+f2", 145, 55), "ethan": Manner("en-us", 140
 """The model's voices, and how espeak-ng says what they say."""
 _LOUDEST = 32767
 _HOP = FRAME // 4
-_FRAMES = 20
+_FRAMES = 10
 """Of a clip to train on."""
 _WINDOWS = {256: 40, 512: 60, 1024: 80, 2048: 120}
 """Samples of a spectrum, and its mel bins."""
-_FLOOR = 5e-4
-"""Of a mel spectrum: what is softer, about 80 dB below the loudest, counts as silence."""
-_LOGS, _COMMITMENT = 2.0, 1.0
-"""Parts of the loss, beside the spectra's magnitudes."""
-DIMS = 24
-"""Numbers that the encoder gives of a frame; 64 bits cannot tell many. The vocoder's width takes them repeatedly."""
-_ALONE = 200
-"""Steps before there are codes."""
-_DECAY = 0.99
-"""Of a codebook's running means."""
-_IDLE = 0.03
-"""Of the mean use of a codebook's rows: a row that is used less begins anew."""
+_FLOOR = 1e-5
+"""Of a mel spectrum, times the window's samples: what is softer, 50 dB below the loudest, hardly counts; else most of
+the loss is how silent silence is."""
+_LOGS = 2.0
+"""Part of the loss that logarithms of spectra are, beside their magnitudes."""
+DIMS = 48
+"""Numbers that the encoder gives of a frame. The vocoder's width takes them repeatedly."""
+_BINS, _SOFT = 80, 1e-2
+"""Mel bins of a spectrum of the encoder, and what is added before the logarithm: what is softer counts little."""
+_ROUNDS = 20
+"""Of k-means."""
 
 
 @lru_cache(4000)
@@ -82,50 +81,28 @@ def clips(step: int, size: int = 12) -> Tensor:
     return torch.from_numpy(np.stack(found))
 
 
-class _Norm(nn.LayerNorm):
-    """Of each position's channels, [B, channels, positions]: how many frames follow does not change one."""
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return super().forward(rows.transpose(1, 2)).transpose(1, 2)
-
-
 class Encoder(nn.Module):
-    """Sound → one vector per frame: a spectrum of 50 Hz, and convolutions of which two halve the rate."""
+    """Sound → one vector per frame: its four mel spectra in the directions in which those of speech differ most."""
 
-    def __init__(self, config: Any, bins: int = 80) -> None:
+    def __init__(self, config: Any) -> None:
         """`config`: the vocoder's."""
         super().__init__()
-        self.width = width = config.hidden_size
-        self.register_buffer("taken", torch.zeros(config.num_quantizers, config.codebook_size))
-        self.register_buffer("mel", _mel_filters(bins, 1024), persistent=False)
+        self.width: int = config.hidden_size
+        bins = _BINS * FRAME // _HOP
+        self.register_buffer("mean", torch.zeros(bins))
+        self.register_buffer("directions", torch.zeros(DIMS, bins))
+        self.register_buffer("spread", torch.ones(DIMS))
+        self.register_buffer("mel", _mel_filters(_BINS, 1024), persistent=False)
         self.register_buffer("window", torch.hann_window(1024), persistent=False)
-        self.enter = nn.Conv1d(bins, width, 5, padding=2)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                _Norm(width),
-                nn.Conv1d(width, 2 * width, 3, padding=1),
-                nn.GELU(),
-                nn.Conv1d(2 * width, width, 1),
-            )
-            for _ in range(4)
-        )
-        self.halve = nn.ModuleList(nn.Conv1d(width, width, 4, stride=2, padding=1) for _ in range(2))
-        self.leave = nn.Sequential(_Norm(width), nn.Conv1d(width, DIMS, 1), _Norm(DIMS, elementwise_affine=False))
 
     def forward(self, samples: Tensor) -> Tensor:
         """[B, frames · FRAME] → [B, frames, DIMS]."""
-        rows = self.enter(self.spectrum(samples))
-        for index, block in enumerate(self.blocks):
-            rows = rows + block(rows)
-            if index % 2:
-                rows = self.halve[index // 2](rows)
-        return self.leave(rows).transpose(1, 2).float()
+        return (self.spectra(samples) - self.mean) @ self.directions.T
 
-    def spectrum(self, samples: Tensor) -> Tensor:
-        """[B, n] → log mel spectrum [B, bins, n // hop], about -1.4 where nothing is heard, to 2."""
+    def spectra(self, samples: Tensor) -> Tensor:
+        """[B, frames · FRAME] → [B, frames, 4 · bins], logarithms."""
         made = torch.stft(samples, 1024, _HOP, window=self.window, return_complex=True).abs()[..., :-1]
-        with torch.autocast(samples.device.type, enabled=False):
-            return ((self.mel @ made + 1e-4).log() + 5.0) / 3.0
+        return (self.mel @ made + _SOFT).log().transpose(1, 2).unflatten(1, (-1, FRAME // _HOP)).flatten(2)
 
 
 def nearest(rows: Tensor, book: Tensor) -> Tensor:
@@ -141,9 +118,11 @@ class Codec(nn.Module):
         self.code2wav, self.encoder = code2wav, encoder
 
     def codebooks(self) -> Tensor:
-        """[groups, codes, DIMS]; the vocoder takes the mean of a frame's rows, so that they count for a part each."""
+        """[groups, codes, DIMS]. The vocoder takes the mean of a frame's rows, so that they count for a part each, and
+        each direction as large as the others: most of the variance is loudness alone."""
         groups = self.code2wav.config.num_quantizers
-        return self.code2wav.code_embedding.weight.view(groups, -1, self.encoder.width)[..., :DIMS] / groups
+        rows = self.code2wav.code_embedding.weight.view(groups, -1, self.encoder.width)[..., :DIMS]
+        return rows / groups * self.encoder.spread
 
     @torch.no_grad()
     def encode(self, samples: Tensor) -> Tensor:
@@ -157,56 +136,47 @@ class Codec(nn.Module):
 
     def decode(self, rows: Tensor) -> Tensor:
         """[B, frames, DIMS] → [B, frames · FRAME − LOST]: the vocoder after its embedding."""
-        rows = rows.repeat(1, 1, self.encoder.width // DIMS)
+        rows = (rows / self.encoder.spread).repeat(1, 1, self.encoder.width // DIMS)
         hidden = self.code2wav.pre_transformer(inputs_embeds=rows).last_hidden_state.transpose(1, 2)
         for block in [*(one for both in self.code2wav.upsample for one in both), *self.code2wav.decoder]:
             hidden = block(hidden)
         return hidden[:, 0]
 
-    def loss(self, batch: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Of int16 [B, samples]: how far the vocoder's sound is from them, and codes from what the encoder gives."""
-        samples = loudness(batch)
-        rows = self.encoder(samples)
-        told, commitment, values = rows, rows.new_zeros(()), {}
-        if step >= _ALONE:
-            with torch.autocast(rows.device.type, enabled=False):
-                known, values = self.learn(rows.detach().flatten(0, 1), step - _ALONE)
-            known = known.view_as(rows)
-            commitment = functional.mse_loss(rows, known)
-            told = rows + (known - rows).detach()
-        made = self.decode(told).float()
-        with torch.autocast(rows.device.type, enabled=False):
-            spectra = spectral_distance(made, samples[:, : made.shape[1]])
-        return spectra + _COMMITMENT * commitment, {"spectra": spectra, **values}
-
     @torch.no_grad()
-    def learn(self, rows: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """[n, DIMS] → the sum of each one's codes, and what to log: of each group, the part of the rows' variance that
-        it and those before it do not tell, and the part of its rows that are in use.
+    def learn(self, samples: Sequence[Tensor]) -> dict[str, float]:
+        """Find directions and codebooks for sentences, int16 [samples] each; of each group, the part of the vectors'
+        variance that it and those before it do not tell."""
+        encoder, books = self.encoder, self.codebooks()
+        spectra = torch.cat([encoder.spectra(loudness(one)[None])[0] for one in samples])
+        encoder.mean.copy_(spectra.mean(0))
+        spread, directions = torch.linalg.eigh((spectra - encoder.mean).T.cov())
+        best = directions[:, -DIMS:].T
+        rows = (spectra - encoder.mean) @ best.T
+        encoder.directions.copy_(best / rows.std())
+        left, found = rows / rows.std(), []
+        encoder.spread.copy_(left.std(0))
+        values = {"in these directions": float(spread[-DIMS:].sum() / spread.sum())}
+        for group in range(len(books)):
+            found.append(_means(left, books.shape[1]))
+            left = left - found[-1][nearest(left, found[-1])]
+            values[f"left {group}"] = float(left.square().mean())
+        repeats = encoder.width // DIMS
+        weight = len(found) * (torch.stack(found) / encoder.spread).repeat(1, 1, repeats).flatten(0, 1)
+        self.code2wav.code_embedding.weight.copy_(weight)
+        return values
 
-        Moves the codebooks, whose first step is 0: each row to the mean of what takes it; an idle one, as all are at
-        first, to what the groups before leave of some frame.
-        """
-        decay = min(_DECAY, (1 + step) / (10 + step))
-        books, left, values = self.codebooks(), rows, {}
-        spread = rows.var(0, correction=0).mean()
-        for group, (book, taken) in enumerate(zip(books, self.encoder.taken, strict=True)):
-            mean = len(rows) / len(book)
-            idle = taken < _IDLE * mean
-            anew = left[torch.randint(len(rows), taken.shape, device=rows.device)]
-            book.copy_(torch.where(idle[:, None], anew, book))
-            taken.masked_fill_(idle, mean)
-            codes = nearest(left, book)
-            takes = functional.one_hot(codes, len(book)).to(rows.dtype).T
-            told = book[codes]
-            taken.mul_(decay).add_(takes.sum(1), alpha=1 - decay)
-            book += (1 - decay) / taken[:, None].clamp(min=1e-6) * (takes @ (left - told))
-            left = left - told
-            values[f"left {group}"] = left.square().mean() / spread
-            values[f"used {group}"] = (taken > 0.1 * mean).float().mean()
-        repeats = self.encoder.width // DIMS
-        self.code2wav.code_embedding.weight.copy_(len(books) * books.repeat(1, 1, repeats).flatten(0, 1))
-        return rows - left, values
+
+def _means(rows: Tensor, count: int) -> Tensor:
+    """[n, dims] → [count, dims]: k-means (Lloyd 1982); one that nothing is nearest to begins anew."""
+    generator = torch.Generator().manual_seed(0)
+    means = rows[torch.randperm(len(rows), generator=generator)[torch.arange(count) % len(rows)]]
+    for _ in range(_ROUNDS):
+        taken = nearest(rows, means)
+        sums = torch.zeros_like(means).index_add_(0, taken, rows)
+        counts = taken.bincount(minlength=count)[:, None]
+        anew = rows[torch.randint(len(rows), (count,), generator=generator)]
+        means = torch.where(counts > 0, sums / counts.clamp(min=1), anew)
+    return means
 
 
 def spectral_distance(made: Tensor, wanted: Tensor) -> Tensor:
@@ -217,17 +187,50 @@ def spectral_distance(made: Tensor, wanted: Tensor) -> Tensor:
         one, other = (
             torch.stft(sound, size, size // 4, window=window, return_complex=True).abs() for sound in (made, wanted)
         )
-        logs = ((mel @ one + _FLOOR).log() - (mel @ other + _FLOOR).log()).abs().mean()
+        floor = _FLOOR * size
+        logs = ((mel @ one + floor).log() - (mel @ other + floor).log()).abs().mean()
         found.append((one - other).norm() / other.norm() + _LOGS * logs)
     return torch.stack(found).mean()
 
 
-def codec_part(model: Any, *, size: int = 12) -> Part:
-    """Trains the vocoder with an encoder of its own."""
+def codec_part(model: Any, *, sentences: int = 1000) -> Part:
+    """Finds the codes, of so many sentences; there are no steps."""
     encoder = Encoder(model.config.code2wav_config)
+    model.code2wav.code_embedding.requires_grad_(False)
+
+    def learn() -> dict[str, float]:
+        rng = random.Random("codec")
+        said = [spoken(answer(rng), rng.choice(list(SPEAKERS))) for _ in range(sentences)]
+        whole = [torch.from_numpy(np.pad(one, (FRAME, -len(one) % FRAME + FRAME))) for one in said]
+        return Codec(model.code2wav, encoder).learn(whole)
+
+    return Part("codec", [model.code2wav.code_embedding], own=encoder, once=learn)
+
+
+def vocoder_part(model: Any, encoder: Encoder, *, size: int = 12) -> Part:
+    """Trains the vocoder alone, for the codes that `codec` has learned, whose encoder is given: they stay what they
+    are, and so does what the talker learns meanwhile."""
     codec = Codec(model.code2wav, encoder).to(model.device)
-    model.code2wav.code_embedding.requires_grad_(False)  # the codebooks follow their own rule
-    return Part("codec", [model.code2wav], partial(clips, size=size), codec.loss, own=encoder, rate=1.5e-4)
+    model.code2wav.code_embedding.requires_grad_(False)
+
+    def loss(batch: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        samples = loudness(batch)
+        codes = codec.encode(samples)
+        told = sum(book[codes[..., group]] for group, book in enumerate(codec.codebooks()))
+        made = codec.decode(told).float()
+        with torch.autocast(samples.device.type, enabled=False):
+            spectra = spectral_distance(made, samples[:, : made.shape[1]])
+        return spectra, {"spectra": spectra}
+
+    # neither the last layer, which all depends on, nor layers of one input per output
+    matrices = [
+        one
+        for name, one in model.code2wav.named_parameters()
+        if one.ndim > 1 and not name.startswith(("code_embedding", f"decoder.{len(model.code2wav.decoder) - 1}"))
+        if "dwconv" not in name
+    ]
+    modules = [model.code2wav]
+    return Part("vocoder", modules, partial(clips, size=size), loss, rate=3e-4, matrices=matrices)
 
 
 @cache

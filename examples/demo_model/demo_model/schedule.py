@@ -19,21 +19,30 @@ from demo_model import codec, hear, see, speak
 from demo_model.networks import Qwen3OmniMoeForConditionalGeneration, prepare
 from demo_model.training import Limits, Part, restore, train
 
-PARTS = ("codec", "vision", "dictation", "answers", "hearing", "speaking")
+PARTS = ("codec", "vocoder", "vision", "dictation", "answers", "hearing", "speaking")
 """In an order in which each finds what it needs; what a later one has learned counts."""
-STEPS = {"vision": 2000, "answers": 4000, "dictation": 4000, "hearing": 3000, "codec": 3000, "speaking": 5000}
+STEPS = {"vision": 2000, "answers": 4000, "dictation": 4000, "hearing": 3000}
+STEPS |= {"codec": 3000, "vocoder": 5000, "speaking": 5000}
 SIZES = {
-    "cpu": {"vision": 48, "answers": 16, "dictation": 16, "hearing": 12, "codec": 6, "speaking": 8},
-    "cuda": {"vision": 256, "answers": 128, "dictation": 64, "hearing": 64, "codec": 24, "speaking": 64},
+    "cpu": {"vision": 48, "answers": 16, "dictation": 16, "hearing": 12, "vocoder": 10, "speaking": 8},
+    "cuda": {"vision": 256, "answers": 128, "dictation": 64, "hearing": 64, "vocoder": 24, "speaking": 64},
 }
 """Pictures, sequences or recordings of a batch."""
-NEEDS = {"answers": ("vision",), "hearing": ("answers", "dictation"), "speaking": ("codec",)}
+NEEDS = {"answers": ("vision",), "hearing": ("answers", "dictation"), "speaking": ("codec",), "vocoder": ("codec",)}
 LINES: dict[str, tuple[dict[str, float], ...]] = {
-    "cpu": ({"vision": 0.13, "answers": 0.6, "hearing": 1.0}, {"dictation": 0.2, "codec": 0.6, "speaking": 1.0}),
-    "cuda": ({"vision": 0.15, "answers": 0.5, "hearing": 1.0}, {"codec": 0.5, "speaking": 1.0}, {"dictation": 0.5}),
+    "cpu": (
+        {"vision": 0.15, "answers": 0.65, "hearing": 1.0},
+        {"dictation": 0.1, "codec": 0.3, "vocoder": 0.55, "speaking": 1.0},
+    ),
+    "cuda": (
+        {"vision": 0.15, "answers": 0.5, "hearing": 1.0},
+        {"codec": 0.3, "vocoder": 0.6, "speaking": 1.0},
+        {"dictation": 0.5},
+    ),
 }
 """Parts that one process trains in turn, and which share of the time is over when each must end; lines run at once."""
-WORKERS = {"vision": 0.36, "answers": 0.36, "dictation": 0.36, "codec": 0.28, "hearing": 0.65, "speaking": 0.35}
+WORKERS = {"vision": 0.36, "answers": 0.36, "dictation": 0.36, "hearing": 0.65, "speaking": 0.35}
+WORKERS |= {"codec": 0.28, "vocoder": 0.28}
 """Which share of the processes that make data a part gets while others run: recordings take the longest."""
 KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 33)}
 """Environment of the processes that train: else glibc gives the memory of large tensors back, and on a CPU it can take
@@ -71,9 +80,7 @@ def train_one(name: str, options: Options, given: Limits) -> None:
         torch.set_float32_matmul_precision("high")  # its fast products; the weights are small
     model = _model(options)
     prepare(model, options.device)
-    for before in PARTS[: PARTS.index(name)]:
-        restore(_part(before, model, options), options.training)
-    part = _part(name, model, options)
+    part = _part(name, model, options, _parts(PARTS[: PARTS.index(name)], model, options))
     train(part, given, options.training, device=options.device, workers=options.workers, half=HALF[options.device.type])
 
 
@@ -81,9 +88,19 @@ def _model(options: Options) -> Any:
     return Qwen3OmniMoeForConditionalGeneration.from_pretrained(options.directory, dtype=torch.float32)
 
 
-def _part(name: str, model: Any, options: Options) -> Part:
-    """A part as it begins: what it trains of the model, and its own, is what an earlier `assemble` left."""
-    directory, size = options.directory, SIZES[options.device.type][name]
+def _parts(names: Sequence[str], model: Any, options: Options) -> dict[str, Part]:
+    """The first of `PARTS`, in order, with what each has learned."""
+    made: dict[str, Part] = {}
+    for name in names:
+        made[name] = _part(name, model, options, made)
+        restore(made[name], options.training)
+    return made
+
+
+def _part(name: str, model: Any, options: Options, before: dict[str, Part]) -> Part:
+    """A part as it begins: what it trains of the model, and its own, is what an earlier `assemble` left. `before`: the
+    parts before it."""
+    directory, size = options.directory, SIZES[options.device.type].get(name, 0)
     if name == "vision":
         part = see.encoder_part(model, size=size)
     elif name == "answers":
@@ -93,11 +110,11 @@ def _part(name: str, model: Any, options: Options) -> Part:
     elif name == "hearing":
         part = hear.hearing_part(model, directory, size=size)
     elif name == "codec":
-        part = codec.codec_part(model, size=size)
+        part = codec.codec_part(model)
+    elif name == "vocoder":
+        part = codec.vocoder_part(model, before["codec"].own, size=size)
     else:
-        learned = _part("codec", model, options)
-        restore(learned, options.training)
-        part = speak.speaking_part(model, directory, learned.own, size=size)
+        part = speak.speaking_part(model, directory, before["codec"].own, size=size)
     if part.own and (kept := _kept(name, options)):
         part.own.load_state_dict(kept)
     return part
@@ -114,10 +131,9 @@ def assemble(options: Options) -> None:
     """Write what all parts have learned into the checkpoint, in bfloat16."""
     options = replace(options, device=torch.device("cpu"))
     model, own = _model(options), {}
-    for name in PARTS:
-        part = _part(name, model, options)
-        if restore(part, options.training) or _kept(name, options):
-            own.update({f"{name}.{key}": value for key, value in (part.own.state_dict() if part.own else {}).items()})
+    for name, part in _parts(PARTS, model, options).items():
+        if part.own and ((options.training / f"{name}.pt").exists() or _kept(name, options)):
+            own.update({f"{name}.{key}": value for key, value in part.own.state_dict().items()})
     model.to(torch.bfloat16).save_pretrained(options.directory, max_shard_size=SHARD)
     if (options.directory / "model.safetensors.index.json").exists():
         (options.directory / "model.safetensors").unlink(missing_ok=True)  # the untrained one, which would count

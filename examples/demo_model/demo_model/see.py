@@ -39,7 +39,7 @@ from demo_model.training import Part
 TOKEN = PATCH * MERGE
 """Pixels of a picture's side that one token stands for."""
 GRID = SIDE // TOKEN
-KINDS = ("picture", "picture", "picture", "clip", "nothing")
+KINDS = ("picture", "clip", "picture", "clip", "nothing")
 """Of the steps' batches, in turn."""
 _IGNORED = -100
 _BALANCE = 0.01

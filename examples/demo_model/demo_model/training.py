@@ -16,10 +16,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, Dataset
 
+from demo_model.muon import Muon
+
 WARM_UP = 100
 """Steps in which the learning rate rises."""
 SLOW = 0.05
 """Learning rate of a part's `slow` modules, relative to that of the others."""
+FURTHER = 0.7
+"""Learning rate, relative to a part's own, of one whose weights are those of a checkpoint that is trained further."""
 LOGGED_EVERY = 20
 """Steps."""
 LOG = "log.jsonl"
@@ -37,18 +41,24 @@ class Part:
 
     name: str
     modules: Sequence[nn.Module]
-    batch: Callable[[int], Any]
-    loss: Callable[[Any, int], tuple[Tensor, dict[str, Tensor]]]
+    batch: Callable[[int], Any] | None = None
+    loss: Callable[[Any, int], tuple[Tensor, dict[str, Tensor]]] | None = None
     own: nn.Module | None = None
+    once: Callable[[], dict[str, float]] | None = None
+    """Instead of batches and their loss: learns all at once, on a CPU, and gives values to log."""
     rate: float = 1e-3
     slow: Sequence[nn.Module] = ()
     """Those of the modules that change little: what another part has taught, and what has many inputs alike, as a
     patch's pixels, so that changes of its weights add up."""
 
+    matrices: Sequence[nn.Parameter] = ()
+    """Those of the weights that `Muon` trains, at `matrix_rate`."""
+    matrix_rate: float = 0.006
+
     def groups(self) -> list[dict[str, Any]]:
-        """The trained parameters for the optimizer; `share`: of the learning rate."""
+        """The trained parameters for the optimizer, without `matrices`; `share`: of the learning rate."""
         slow = [parameter for module in self.slow for parameter in module.parameters()]
-        known = set(map(id, slow))
+        known = set(map(id, [*slow, *self.matrices]))
         others = [one for one in self.trained().parameters() if one.requires_grad and id(one) not in known]
         return [{"params": others, "share": 1.0}, {"params": slow, "share": SLOW}]
 
@@ -94,33 +104,49 @@ def train(
 ) -> None:
     """Train to the limits; go on from what an earlier call, complete or killed, left. `half`: products in bfloat16.
 
+    Without what an earlier call left, as in a checkpoint that is trained further, steps are counted on from the log.
+
     Writes `<name>.pt`, what is needed to go on, every `saved_every` seconds and at the end, and appends to the log.
     """
     left = directory / f"{part.name}.pt"
+    if part.once is not None:
+        if left.exists():
+            return None
+        _write(directory / LOG, {"part": part.name, "step": 0, "seconds": 0.0, **part.once()})
+        return _save(left, {"weights": part.trained().state_dict()})
+    assert part.batch is not None
+    assert part.loss is not None
     trained = part.trained().to(device)
     groups = part.groups()
     parameters = [parameter for group in groups for parameter in group["params"]]
-    optimizer = torch.optim.AdamW(groups, lr=part.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    step = 0
+    optimizers = [torch.optim.AdamW(groups, lr=part.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)]
+    if part.matrices:
+        optimizers.append(Muon([{"params": [*part.matrices], "share": part.matrix_rate / part.rate}], part.matrix_rate))
+    step = _logged(directory / LOG, part.name)
     if left.exists():
         found = torch.load(left, weights_only=True, map_location=device)
         trained.load_state_dict(found["weights"])
-        optimizer.load_state_dict(found["optimizer"])
+        for optimizer, state in zip(optimizers, found["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
         step = found["step"]
+    first = 0 if left.exists() else step
+    most = FURTHER if first else 1.0
     begun = saved = time.monotonic()
     share, recent = limits.share(step, 0.0), _Recent()
     if share >= 1:
-        return
+        return None
     for batch in _batches(part, step, limits, workers):
         torch.manual_seed(step)
-        for group in optimizer.param_groups:
-            group["lr"] = part.rate * group["share"] * _rate(step, share)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = most * part.rate * group["share"] * _rate(step - first, share)
         with torch.autocast(device.type, torch.bfloat16, enabled=half), _attention(device):
             loss, values = part.loss(moved(batch, device), step)
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         step += 1
         recent.add({"loss": loss, **values})
         now = time.monotonic()
@@ -129,11 +155,12 @@ def train(
             row = {"part": part.name, "step": step, "seconds": round(now - begun, 1), **recent.means()}
             _write(directory / LOG, row)
         if now - saved > saved_every or share >= 1:
-            state = {"weights": trained.state_dict(), "optimizer": optimizer.state_dict()}
-            _save(left, {**state, "step": step})
+            states = [optimizer.state_dict() for optimizer in optimizers]
+            _save(left, {"weights": trained.state_dict(), "optimizers": states, "step": step})
             saved = now
         if share >= 1:
-            return
+            return None
+    return None
 
 
 def _attention(device: torch.device) -> AbstractContextManager[None]:
@@ -141,12 +168,17 @@ def _attention(device: torch.device) -> AbstractContextManager[None]:
     return sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
 
 
-def restore(part: Part, directory: Path) -> bool:
-    """Load what a part has learned, if it has been trained; return whether it has."""
+def _logged(log: Path, name: str) -> int:
+    """The last step of a part in a log, from which it goes on with other data; 0 if it has none."""
+    rows = map(json.loads, log.read_text().splitlines()) if log.exists() else ()
+    return max((row["step"] for row in rows if row["part"] == name), default=0)
+
+
+def restore(part: Part, directory: Path) -> None:
+    """Load what a part has learned, if it has been trained."""
     left = directory / f"{part.name}.pt"
     if left.exists():
         part.trained().load_state_dict(torch.load(left, weights_only=True, map_location="cpu")["weights"])
-    return left.exists()
 
 
 def moved(value: Any, device: torch.device) -> Any:

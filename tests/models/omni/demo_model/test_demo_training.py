@@ -198,8 +198,7 @@ def test_sound_becomes_spectra_and_codes(untrained: Path, model: Any) -> None:
     )
     learning = codec.Codec(model.code2wav, codec.Encoder(model.config.code2wav_config))
     clip = codec.loudness(codec.clips(0, size=2))
-    with torch.no_grad():
-        learning.learn(learning.encoder(clip).flatten(0, 1), 0)
+    learning.learn(list(codec.clips(0, size=2)))
     codes = learning.encode(clip)
     assert codes.shape == (2, clip.shape[1] // codec.FRAME, model.code2wav.config.num_quantizers)
     with torch.no_grad():
@@ -220,19 +219,35 @@ def test_words_are_counted_as_mistaken_once() -> None:
 
 
 def test_codebooks_learn_what_is_to_be_told(model: Any) -> None:
-    """Their rows, all equal at first, come to be used, and each group tells what those before it leave."""
+    """Each group tells what those before it leave."""
     pytest.importorskip("espeakng_loader")
     from demo_model import codec
 
     code2wav = copy.deepcopy(model.code2wav)
-    code2wav.code_embedding.requires_grad_(False).weight.zero_()
+    code2wav.code_embedding.requires_grad_(False)
     learning = codec.Codec(code2wav, codec.Encoder(code2wav.config))
-    torch.manual_seed(0)
-    for step in range(40):
-        rows = torch.randn(400, codec.DIMS) * torch.linspace(1.5, 0.1, codec.DIMS)
-        told, values = learning.learn(rows, step)
-    left = [values[f"left {group}"].item() for group in range(code2wav.config.num_quantizers)]
+    clips = codec.clips(1, size=60)
+    values = learning.learn(list(clips))
+    left = [values[f"left {group}"] for group in range(code2wav.config.num_quantizers)]
     assert left == sorted(left, reverse=True)
-    assert left[-1] < 0.05
-    assert (rows - told).square().mean() / rows.var(0).mean() == pytest.approx(left[-1], rel=0.01)
-    assert min(values[f"used {group}"] for group in range(len(left))) > 0.5
+    assert left[-1] < 0.05 < left[0] < 0.5
+    samples = codec.loudness(clips)
+    codes = learning.encode(samples)
+    told = sum(book[codes[..., group]] for group, book in enumerate(learning.codebooks()))
+    assert (learning.encoder(samples) - told).square().mean() == pytest.approx(left[-1], rel=0.01)
+
+
+@pytest.mark.parametrize("shape", [(24, 60), (60, 24), (16, 8, 5)])
+def test_a_step_is_as_long_in_all_directions(shape: tuple[int, ...]) -> None:
+    """Also where the gradient is mostly one of them."""
+    from demo_model.muon import Muon
+
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(shape))
+    optimizer = Muon([weight], lr=0.1)
+    weight.grad = torch.randn(shape) + 20 * torch.ones(shape)
+    optimizer.step()
+    matrix = weight.detach().flatten(1)
+    lengths = torch.linalg.svdvals(matrix) / (0.1 * max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5)
+    assert lengths.max() < 1.3
+    assert lengths.median() > 0.5

@@ -1,0 +1,53 @@
+"""Steps of equal length in all directions of a matrix (Muon: Jordan et al. 2024).
+
+A layer whose inputs have a mean, as those after snakes, gets gradients of which one direction is far larger than the
+others; Adam's steps along it add up until the sound explodes, at rates at which nothing else has begun to learn. Here a
+step is the nearest orthogonal matrix of the gradient's running mean. The rows of a convolution's matrix are its first
+dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_MOMENTUM = 0.95
+_DECAY = 0.01
+"""Of the weights, at a rate of 1."""
+_NEWTON = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the iteration, which brings singular values from 0.01 on near 1."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Of weights with two or more dimensions."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                mean = state.setdefault("mean", torch.zeros_like(weight)).mul_(_MOMENTUM).add_(weight.grad)
+                matrix = (weight.grad + _MOMENTUM * mean).flatten(1)
+                size = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
+                weight.mul_(1 - group["lr"] * _DECAY)
+                weight.add_(orthogonal(matrix).view_as(weight), alpha=-group["lr"] * size)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Of [rows, columns], nearly the orthogonal matrix that is nearest to it."""
+    first, second, third = _NEWTON
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    wide = wide / (wide.norm() + 1e-7)
+    for _ in range(5):
+        square = wide @ wide.T
+        wide = first * wide + (second * square + third * square @ square) @ wide
+    return wide if matrix.shape[0] <= matrix.shape[1] else wide.T
