@@ -43,7 +43,8 @@ def draw(rows: list[dict[str, float | str]], path: Path) -> None:
         panel.set_title(part, fontsize=9)
         panel.set_xlabel("step", fontsize=7)
         panel.set_ylabel("loss (dotted)", fontsize=7)
-        shares.legend(fontsize=5, loc="center right")
+        if shares.lines:
+            shares.legend(fontsize=5, loc="center right")
         for axis in (panel, shares):
             axis.tick_params(labelsize=6)
     figure.tight_layout()
