@@ -134,6 +134,10 @@ class Codec(nn.Module):
             left = left - book[codes[-1]]
         return torch.stack(codes, -1).unflatten(0, rows.shape[:2])
 
+    def told(self, codes: Tensor) -> Tensor:
+        """[B, frames, groups] → [B, frames, DIMS]: what codes tell of the encoder's vectors."""
+        return torch.stack([book[codes[..., group]] for group, book in enumerate(self.codebooks())]).sum(0)
+
     def decode(self, rows: Tensor) -> Tensor:
         """[B, frames, DIMS] → [B, frames · FRAME − LOST]: the vocoder after its embedding."""
         rows = (rows / self.encoder.spread).repeat(1, 1, self.encoder.width // DIMS)
@@ -146,7 +150,7 @@ class Codec(nn.Module):
     def learn(self, samples: Sequence[Tensor]) -> dict[str, float]:
         """Find directions and codebooks for sentences, int16 [samples] each; of each group, the part of the vectors'
         variance that it and those before it do not tell."""
-        encoder, books = self.encoder, self.codebooks()
+        encoder, config = self.encoder, self.code2wav.config
         spectra = torch.cat([encoder.spectra(loudness(one)[None])[0] for one in samples])
         encoder.mean.copy_(spectra.mean(0))
         spread, directions = torch.linalg.eigh((spectra - encoder.mean).T.cov())
@@ -156,8 +160,8 @@ class Codec(nn.Module):
         left, found = rows / rows.std(), []
         encoder.spread.copy_(left.std(0))
         values = {"in these directions": float(spread[-DIMS:].sum() / spread.sum())}
-        for group in range(len(books)):
-            found.append(_means(left, books.shape[1]))
+        for group in range(config.num_quantizers):
+            found.append(_means(left, config.codebook_size))
             left = left - found[-1][nearest(left, found[-1])]
             values[f"left {group}"] = float(left.square().mean())
         repeats = encoder.width // DIMS
@@ -193,14 +197,14 @@ def spectral_distance(made: Tensor, wanted: Tensor) -> Tensor:
     return torch.stack(found).mean()
 
 
-def codec_part(model: Any, *, sentences: int = 1000) -> Part:
-    """Finds the codes, of so many sentences; there are no steps."""
+def codec_part(model: Any, *, size: int = 1000) -> Part:
+    """Finds the codes of so many sentences, at once."""
     encoder = Encoder(model.config.code2wav_config)
     model.code2wav.code_embedding.requires_grad_(False)
 
     def learn() -> dict[str, float]:
         rng = random.Random("codec")
-        said = [spoken(answer(rng), rng.choice(list(SPEAKERS))) for _ in range(sentences)]
+        said = [spoken(answer(rng), rng.choice(list(SPEAKERS))) for _ in range(size)]
         whole = [torch.from_numpy(np.pad(one, (FRAME, -len(one) % FRAME + FRAME))) for one in said]
         return Codec(model.code2wav, encoder).learn(whole)
 
@@ -216,8 +220,7 @@ def vocoder_part(model: Any, encoder: Encoder, *, size: int = 12) -> Part:
     def loss(batch: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         samples = loudness(batch)
         codes = codec.encode(samples)
-        told = sum(book[codes[..., group]] for group, book in enumerate(codec.codebooks()))
-        made = codec.decode(told).float()
+        made = codec.decode(codec.told(codes)).float()
         with torch.autocast(samples.device.type, enabled=False):
             spectra = spectral_distance(made, samples[:, : made.shape[1]])
         return spectra, {"spectra": spectra}

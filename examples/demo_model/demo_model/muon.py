@@ -35,7 +35,9 @@ class Muon(torch.optim.Optimizer):
                 if weight.grad is None:
                     continue
                 state = self.state[weight]
-                mean = state.setdefault("mean", torch.zeros_like(weight)).mul_(_MOMENTUM).add_(weight.grad)
+                if "mean" not in state:
+                    state["mean"] = torch.zeros_like(weight)
+                mean = state["mean"].mul_(_MOMENTUM).add_(weight.grad)
                 matrix = (weight.grad + _MOMENTUM * mean).flatten(1)
                 size = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
                 weight.mul_(1 - group["lr"] * _DECAY)

@@ -17,32 +17,39 @@ from torch import Tensor
 
 from demo_model import codec, hear, see, speak
 from demo_model.networks import Qwen3OmniMoeForConditionalGeneration, prepare
-from demo_model.training import Limits, Part, restore, train
+from demo_model.training import Limits, Part, learn, restore, train
 
 PARTS = ("codec", "vocoder", "vision", "dictation", "answers", "hearing", "speaking")
 """In an order in which each finds what it needs; what a later one has learned counts."""
-STEPS = {"vision": 2000, "answers": 4000, "dictation": 4000, "hearing": 3000}
-STEPS |= {"codec": 3000, "vocoder": 5000, "speaking": 5000}
+STEPS = {"vision": 2000, "answers": 4000, "dictation": 4000, "hearing": 3000, "vocoder": 5000, "speaking": 5000}
+"""Of those that learn in steps."""
 SIZES = {
-    "cpu": {"vision": 48, "answers": 16, "dictation": 16, "hearing": 12, "vocoder": 10, "speaking": 8},
-    "cuda": {"vision": 256, "answers": 128, "dictation": 64, "hearing": 64, "vocoder": 24, "speaking": 64},
+    "cpu": {"vision": 48, "answers": 16, "dictation": 16, "hearing": 12, "codec": 1000, "vocoder": 10, "speaking": 8},
+    "cuda": {
+        "vision": 256,
+        "answers": 128,
+        "dictation": 64,
+        "hearing": 64,
+        "codec": 1000,
+        "vocoder": 24,
+        "speaking": 64,
+    },
 }
-"""Pictures, sequences or recordings of a batch."""
+"""Pictures, sequences or recordings of a batch; of the codec all."""
 NEEDS = {"answers": ("vision",), "hearing": ("answers", "dictation"), "speaking": ("codec",), "vocoder": ("codec",)}
 LINES: dict[str, tuple[dict[str, float], ...]] = {
     "cpu": (
         {"vision": 0.15, "answers": 0.65, "hearing": 1.0},
-        {"dictation": 0.1, "codec": 0.3, "vocoder": 0.55, "speaking": 1.0},
+        {"dictation": 0.15, "codec": 0.2, "vocoder": 0.55, "speaking": 1.0},
     ),
     "cuda": (
         {"vision": 0.15, "answers": 0.5, "hearing": 1.0},
-        {"codec": 0.3, "vocoder": 0.6, "speaking": 1.0},
+        {"codec": 0.1, "vocoder": 0.55, "speaking": 1.0},
         {"dictation": 0.5},
     ),
 }
 """Parts that one process trains in turn, and which share of the time is over when each must end; lines run at once."""
-WORKERS = {"vision": 0.36, "answers": 0.36, "dictation": 0.36, "hearing": 0.65, "speaking": 0.35}
-WORKERS |= {"codec": 0.28, "vocoder": 0.28}
+WORKERS = {"vision": 0.36, "answers": 0.36, "dictation": 0.36, "vocoder": 0.28, "hearing": 0.65, "speaking": 0.35}
 """Which share of the processes that make data a part gets while others run: recordings take the longest."""
 KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 33)}
 """Environment of the processes that train: else glibc gives the memory of large tensors back, and on a CPU it can take
@@ -70,7 +77,7 @@ class Options:
 def limits(part: str, steps: int | None, minutes: float | None) -> Limits:
     if minutes is not None:
         return Limits(steps or math.inf, minutes)
-    return Limits(steps or STEPS[part])
+    return Limits(steps or STEPS.get(part, math.inf))
 
 
 def train_one(name: str, options: Options, given: Limits) -> None:
@@ -81,7 +88,11 @@ def train_one(name: str, options: Options, given: Limits) -> None:
     model = _model(options)
     prepare(model, options.device)
     part = _part(name, model, options, _parts(PARTS[: PARTS.index(name)], model, options))
-    train(part, given, options.training, device=options.device, workers=options.workers, half=HALF[options.device.type])
+    if part.once is None:
+        half = HALF[options.device.type]
+        train(part, given, options.training, device=options.device, workers=options.workers, half=half)
+    elif not _kept(name, options):  # else others have built on it
+        learn(part, options.training)
 
 
 def _model(options: Options) -> Any:
@@ -100,7 +111,7 @@ def _parts(names: Sequence[str], model: Any, options: Options) -> dict[str, Part
 def _part(name: str, model: Any, options: Options, before: dict[str, Part]) -> Part:
     """A part as it begins: what it trains of the model, and its own, is what an earlier `assemble` left. `before`: the
     parts before it."""
-    directory, size = options.directory, SIZES[options.device.type].get(name, 0)
+    directory, size = options.directory, SIZES[options.device.type][name]
     if name == "vision":
         part = see.encoder_part(model, size=size)
     elif name == "answers":
@@ -110,7 +121,7 @@ def _part(name: str, model: Any, options: Options, before: dict[str, Part]) -> P
     elif name == "hearing":
         part = hear.hearing_part(model, directory, size=size)
     elif name == "codec":
-        part = codec.codec_part(model)
+        part = codec.codec_part(model, size=size)
     elif name == "vocoder":
         part = codec.vocoder_part(model, before["codec"].own, size=size)
     else:
@@ -160,7 +171,7 @@ def train_all(options: Options, parts: Sequence[str], steps: int | None, minutes
             allowed = (
                 None if minutes is None else max(minutes * ends[name] / last - (time.monotonic() - begun) / 60, 0.0)
             )
-            workers = max(round(options.workers * WORKERS[name]), 1)
+            workers = max(round(options.workers * WORKERS.get(name, 0.0)), 1)
             alone = replace(options, workers=workers, threads=max(options.threads // len(whole), 1))
             given = (name, alone, limits(name, steps, allowed))
             process = context.Process(target=train_one, args=given)

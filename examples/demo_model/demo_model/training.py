@@ -45,12 +45,11 @@ class Part:
     loss: Callable[[Any, int], tuple[Tensor, dict[str, Tensor]]] | None = None
     own: nn.Module | None = None
     once: Callable[[], dict[str, float]] | None = None
-    """Instead of batches and their loss: learns all at once, on a CPU, and gives values to log."""
+    """Instead of batches and their loss: learns all on a CPU, and gives values to log."""
     rate: float = 1e-3
     slow: Sequence[nn.Module] = ()
     """Those of the modules that change little: what another part has taught, and what has many inputs alike, as a
     patch's pixels, so that changes of its weights add up."""
-
     matrices: Sequence[nn.Parameter] = ()
     """Those of the weights that `Muon` trains, at `matrix_rate`."""
     matrix_rate: float = 0.006
@@ -109,11 +108,6 @@ def train(
     Writes `<name>.pt`, what is needed to go on, every `saved_every` seconds and at the end, and appends to the log.
     """
     left = directory / f"{part.name}.pt"
-    if part.once is not None:
-        if left.exists():
-            return None
-        _write(directory / LOG, {"part": part.name, "step": 0, "seconds": 0.0, **part.once()})
-        return _save(left, {"weights": part.trained().state_dict()})
     assert part.batch is not None
     assert part.loss is not None
     trained = part.trained().to(device)
@@ -134,7 +128,7 @@ def train(
     begun = saved = time.monotonic()
     share, recent = limits.share(step, 0.0), _Recent()
     if share >= 1:
-        return None
+        return
     for batch in _batches(part, step, limits, workers):
         torch.manual_seed(step)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -159,8 +153,18 @@ def train(
             _save(left, {"weights": trained.state_dict(), "optimizers": states, "step": step})
             saved = now
         if share >= 1:
-            return None
-    return None
+            return
+
+
+def learn(part: Part, directory: Path) -> None:
+    """What a part learns at `once`; nothing if it has."""
+    assert part.once is not None
+    left = directory / f"{part.name}.pt"
+    if not left.exists():
+        begun = time.monotonic()
+        values = part.once()
+        _write(directory / LOG, {"part": part.name, "step": 0, "seconds": round(time.monotonic() - begun, 1), **values})
+        _save(left, {"weights": part.trained().state_dict()})
 
 
 def _attention(device: torch.device) -> AbstractContextManager[None]:

@@ -56,8 +56,7 @@ def replace_norms(
     for name, module in norms:
         made = _replacement(module, make, device, near)
         if made is not None:
-            parent, _, leaf = name.rpartition(".")
-            setattr(root.get_submodule(parent), leaf, made)
+            root.set_submodule(name, made)
             count += 1
     return count
 

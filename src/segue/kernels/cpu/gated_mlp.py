@@ -54,8 +54,7 @@ def fuse_gates(root: nn.Module) -> int:
     for name, module in list(root.named_modules()):
         gated = _gated(compiled, module) if name else None
         if gated is not None:
-            parent, _, leaf = name.rpartition(".")
-            setattr(root.get_submodule(parent), leaf, gated)
+            root.set_submodule(name, gated)
             count += 1
     return count
 

@@ -202,7 +202,7 @@ def test_sound_becomes_spectra_and_codes(untrained: Path, model: Any) -> None:
     codes = learning.encode(clip)
     assert codes.shape == (2, clip.shape[1] // codec.FRAME, model.code2wav.config.num_quantizers)
     with torch.no_grad():
-        rows = torch.stack([books[codes[..., index]] for index, books in enumerate(learning.codebooks())]).sum(0)
+        rows = learning.told(codes)
         whole = model.code2wav(codes.transpose(1, 2))[:, 0]
         assert torch.allclose(learning.decode(rows).clamp(-1, 1), whole, atol=1e-5)
     assert whole.shape[1] == clip.shape[1] - codec.LOST
@@ -233,8 +233,7 @@ def test_codebooks_learn_what_is_to_be_told(model: Any) -> None:
     assert left[-1] < 0.05 < left[0] < 0.5
     samples = codec.loudness(clips)
     codes = learning.encode(samples)
-    told = sum(book[codes[..., group]] for group, book in enumerate(learning.codebooks()))
-    assert (learning.encoder(samples) - told).square().mean() == pytest.approx(left[-1], rel=0.01)
+    assert (learning.encoder(samples) - learning.told(codes)).square().mean() == pytest.approx(left[-1], rel=0.01)
 
 
 @pytest.mark.parametrize("shape", [(24, 60), (60, 24), (16, 8, 5)])
