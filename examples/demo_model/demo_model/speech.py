@@ -36,6 +36,7 @@ def say(text: str, manner: Manner) -> np.ndarray:
         raise RuntimeError(f"espeak-ng has no voice {manner.voice!r}")
     for parameter, value in ((_WORDS_PER_MINUTE, manner.speed), (_PITCH, manner.pitch), (_WORD_GAP, manner.gap)):
         library.espeak_SetParameter(parameter, value, 0)
+    library.espeak_ng_SetRandSeed(ctypes.c_long(1))  # by itself it takes the time
     heard.clear()
     spoken = text.encode()
     if library.espeak_Synth(spoken, len(spoken) + 1, 0, 0, 0, _UTF8, None, None):
