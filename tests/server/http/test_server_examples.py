@@ -75,7 +75,7 @@ def test_messages_have_their_media_in_them_and_can_be_sent(tmp_path: Path) -> No
 
 
 def test_prompts_have_their_image_in_them(tmp_path: Path) -> None:
-    edit = {"title": "Edit", "prompt": "make it green", "image": "scene.png"}
+    edit = {"title": "Edit", "prompt": "make it green", "image": "scene.png", "size": "128x96", "steps": 20}
     assert offered(service(tmp_path, [ASK, edit])) == [ASK, edit | {"image": data_url("image/png", PNG)}]
 
 
@@ -104,6 +104,10 @@ WRONG: list[tuple[object, str]] = [
     (asks({"type": "image_url", "image_url": None}), "messages[0].content[0].image_url is missing"),
     (asks(looks("no.png")), "messages[0].content[0].image_url.url is '"),
     (asks(looks("../secret.png")), f"messages[0].content[0].image_url.url is '../secret.png'; {NAME}"),
+    (ASK | {"size": "big"}, "size is 'big'; it must be WIDTHxHEIGHT in pixels, e.g. 1024x1024"),
+    (ASK | {"size": 128}, "size is 128; it must be WIDTHxHEIGHT"),
+    (ASK | {"steps": 0}, "steps is 0; it must be a whole number from 1 on"),
+    (ASK | {"steps": True}, "steps is True; it must be a whole number from 1 on"),
     (ASK | {"image": "/etc/secret.png"}, f"image is '/etc/secret.png'; {NAME}"),
     (ASK | {"image": "in/scene.png"}, f"image is 'in/scene.png'; {NAME}"),
     (ASK | {"image": "..\\secret.png"}, f"image is '..\\\\secret.png'; {NAME}"),

@@ -18,6 +18,7 @@ from segue.server.settings import ServerSettings
 
 MOST_BYTES = 4 << 20
 """Of `examples.json` and all media that it names, together."""
+_SIZE = re.compile(r"[1-9]\d{0,4}x[1-9]\d{0,4}")
 _NAME = re.compile(r"[^/\\\x00-\x1f]+\.(\w+)")
 _TYPES = {
     "image": {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp", "gif": "image/gif"},
@@ -28,7 +29,7 @@ _TYPES = {
 _PARTS = {"image_url": "image", "video_url": "video", "input_audio": "audio"}
 """Type of a content part → its kind of medium."""
 _TEXTS = ("title", "prompt", "answer")
-_FIELDS = (*_TEXTS, "messages", "image")
+_FIELDS = (*_TEXTS, "messages", "image", "size", "steps")
 
 _log = logging.getLogger("segue.server")
 
@@ -108,6 +109,11 @@ def _filled(example: Any, folder: _Folder, policy: MediaPolicy) -> dict[str, Any
         if "messages" in example:
             raise InvalidRequest("image is given with messages; there, images are parts of the content", field="image")
         example["image"] = folder.medium(example["image"], "image", "image")
+    size, steps = example.get("size", "1x1"), example.get("steps", 1)
+    if not (isinstance(size, str) and _SIZE.fullmatch(size)):
+        raise wrong("size", size, "WIDTHxHEIGHT in pixels, e.g. 1024x1024")
+    if type(steps) is not int or steps < 1:
+        raise wrong("steps", steps, "a whole number from 1 on")
     if "messages" in example:
         for index, message in enumerate(messages if isinstance(messages, list) else ()):
             _fill(message, folder, f"messages[{index}].content")

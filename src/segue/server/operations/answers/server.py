@@ -62,6 +62,8 @@ class Example(TypedDict):
     messages: NotRequired[list[dict[str, Any]]]
     prompt: NotRequired[str]
     image: NotRequired[str]
+    size: NotRequired[str]
+    steps: NotRequired[int]
     answer: NotRequired[str]
 
 
