@@ -21,9 +21,11 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from demo_model.captions import Caption, Edit, is_held_out, random_caption, random_edit, same_things, things_for
-from demo_model.pixels import found_in, ground_of
+from demo_model.captions import Caption, Edit, is_held_out, random_caption, random_edit, things_for
+from demo_model.muon import inside
+from demo_model.pixels import STEPS, is_right
 from demo_model.scenes import GROUNDS, SIDE, Canvas, Scene, canvas, clean, painted, picture
+from demo_model.schedule import HALF
 from demo_model.training import Limits, Part, moved, train
 from segue.models.shared.diffusion.library import LIBRARIES, AutoConfig
 
@@ -37,6 +39,8 @@ DROPPED = 0.1
 """Of the captions: replaced by an empty one, for guidance."""
 NOISES = 4
 """With so many levels of noise each picture of a batch is seen."""
+SIZES = {"cpu": {"vae": 16, "flow": 16}, "cuda": {"vae": 32, "flow": 64}}
+"""Pictures of a batch."""
 _WIDTH, _LATENTS = 64, 16
 TEXT: dict[str, Any] = {
     "hidden_size": _WIDTH,
@@ -53,22 +57,22 @@ TRANSFORMER: dict[str, Any] = {
     "in_channels": 4 * _LATENTS,
     "num_layers": 2,
     "num_single_layers": 5,
-    "attention_head_dim": 64,
-    "num_attention_heads": 4,
+    "attention_head_dim": 32,
+    "num_attention_heads": 7,
     "joint_attention_dim": len(LAYERS) * _WIDTH,
     "timestep_guidance_channels": 128,
     "mlp_ratio": 2.0,
-    "axes_dims_rope": (16, 16, 16, 16),
+    "axes_dims_rope": (8, 8, 8, 8),
     "guidance_embeds": False,
 }
 VAE: dict[str, Any] = {
-    "block_out_channels": (32, 64, 64, 96),
+    "block_out_channels": (16, 32, 48, 64),
     "layers_per_block": 1,
     "latent_channels": _LATENTS,
     "norm_num_groups": 8,
     "sample_size": 4 * SIDE,
 }
-SETTINGS = {"height": SIDE, "width": SIDE, "num_inference_steps": 20, "guidance_scale": 3.0}
+SETTINGS = {"height": SIDE, "width": SIDE, "num_inference_steps": STEPS, "guidance_scale": 3.0}
 """With which pictures are judged."""
 _LIBRARY: Any = LIBRARIES["diffusers"]
 PARTS: dict[str, Any] = {
@@ -215,7 +219,8 @@ def vae_part(made: nn.ModuleDict, directory: Path, *, size: int = 32) -> Part:
         kl = (spread.mean.square() + spread.var - 1 - spread.logvar).mean() / 2
         return (weight * away).mean() + edges[0] + edges[1] + 1e-4 * kl, {"away": away.mean(), "kl": kl}
 
-    return Part("vae", [made["vae"]], Prompted(directory, size), loss)
+    matrices = [one for one in made["vae"].parameters() if one.ndim > 1 and min(one.shape[:2]) > 3]
+    return Part("vae", [made["vae"]], Prompted(directory, size), loss, matrices=matrices, matrix_rate=0.005)
 
 
 def flow_part(made: nn.ModuleDict, directory: Path, *, size: int = 64) -> Part:
@@ -242,7 +247,9 @@ def flow_part(made: nn.ModuleDict, directory: Path, *, size: int = 64) -> Part:
         found = functional.mse_loss(velocity[:, : wanted.shape[1]], noise - wanted)
         return found, {"edits" if given else "draws": found}
 
-    return Part("flow", [text, transformer], Prompted(directory, size), loss)
+    layers = text.model.layers, transformer.transformer_blocks, transformer.single_transformer_blocks
+    batches, [matrices, _] = Prompted(directory, size), inside(*layers)
+    return Part("flow", [text, transformer], batches, loss, matrices=matrices, matrix_rate=0.006)
 
 
 def _scaled(pictures: Tensor) -> Tensor:
@@ -320,16 +327,6 @@ def judge(directory: Path, count: int, device: str, length: int = SHORT) -> dict
     return {kind: number / count for kind, number in right.items()}
 
 
-def is_right(what: Caption | Edit, pixels: np.ndarray) -> bool:
-    """Whether a picture, uint8 [SIDE, SIDE, 3], shows what a caption says, or what an edit leaves."""
-    things = found_in(pixels)
-    if things is None:
-        return False
-    if isinstance(what, Edit):
-        return same_things(things, what.after)
-    return what.is_shown(things) and what.ground in (None, ground_of(pixels))
-
-
 def _note(what: Caption | Edit) -> PngInfo:
     note = PngInfo()
     note.add_text("prompt", str(what))
@@ -358,10 +355,14 @@ def main() -> None:
         if math.inf == options.minutes == options.steps:
             parser.error("train needs --minutes or --steps")
         made = networks(directory).to(device)
+        made["transformer"].compile(dynamic=False)
         for part, share in ((vae_part, options.vae_share), (flow_part, 1 - options.vae_share)):
             if share > 0:
                 limits = Limits(options.steps, options.minutes * share)
-                train(part(made, directory), limits, training, device=torch.device(device), workers=options.workers)
+                learned = part(made, directory, size=SIZES[device][part.__name__.removesuffix("_part")])
+                train(
+                    learned, limits, training, device=torch.device(device), workers=options.workers, half=HALF[device]
+                )
             if share > 0 and part is vae_part:
                 measure(made, directory)
         write(directory, made)

@@ -1,4 +1,4 @@
-"""Questions that a person may ask the model first, as files beside the checkpoint: `python -m demo_model.examples DIR`.
+"""What a person may ask a checkpoint first, as files beside it: `python -m demo_model.examples DIR`.
 
 They are held out, and the first of each kind that comes: whether the model knows their answers chose none of them.
 """
@@ -9,6 +9,7 @@ import argparse
 import json
 import random
 import wave
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import numpy as np
 from PIL import Image
 
 from demo_model import hear, see
+from demo_model.captions import Caption, Group, is_held_out, random_caption, random_edit
+from demo_model.pixels import STEPS
 from demo_model.questions import JSON, STYLES, Question
-from demo_model.scenes import Scene, clip, picture
+from demo_model.scenes import COLOURS, SIDE, Scene, clip, picture
 from segue.media.write_video import VideoWriter
 
 FPS = 2.0
@@ -33,6 +36,20 @@ EXAMPLES = (
     ("Ask what it cannot know", "nothing", "unknown", "", False),
 )
 """Title; what is shown; what is asked for; the style of the answer; whether the question is spoken."""
+
+
+DRAWN: dict[str, Callable[[Caption], bool]] = {
+    "Draw things of a kind": lambda what: len(what.groups) == 1,
+    "Draw one beside another": lambda what: what.relation is not None,
+    "Draw on a background": lambda what: what.ground is not None,
+}
+"""Title; which captions."""
+EDITED: dict[str, Callable[[list[str]], bool]] = {
+    "Change a colour": lambda words: words[0] == "make" and words[-1] in COLOURS,
+    "Take something away": lambda words: words[0] == "remove",
+    "Add something": lambda words: words[0] == "add",
+}
+"""Title; which instructions."""
 
 
 def examples(directory: Path, seed: int = 0) -> list[dict[str, Any]]:
@@ -51,6 +68,27 @@ def examples(directory: Path, seed: int = 0) -> list[dict[str, Any]]:
         if style:
             messages.insert(0, {"role": "system", "content": STYLES[style]})
         made.append({"title": title, "messages": messages, "answer": question.answer})
+    return made
+
+
+def drawings(directory: Path, seed: int = 0) -> list[dict[str, Any]]:
+    """Likewise for a pipeline that draws. The answer to an edit is a caption of all that is to be seen then."""
+    made: list[dict[str, Any]] = []
+    settings = {"size": f"{SIDE}x{SIDE}", "steps": STEPS}
+    rng = random.Random(f"drawings/{seed}")
+    for title, chosen in DRAWN.items():
+        caption = random_caption(rng)
+        while not (chosen(caption) and is_held_out(caption)):
+            caption = random_caption(rng)
+        made.append({"title": title, "prompt": str(caption), **settings})
+    for title, suits in EDITED.items():
+        edit = random_edit(rng)
+        while not (suits(edit.text.split()) and is_held_out(edit)):
+            edit = random_edit(rng)
+        file = f"{len(made)}-before.png"
+        Image.fromarray(picture(Scene(edit.before, len(made)))).save(directory / file)
+        groups = tuple(Group(1, one.size, one.colour, one.shape, one.place) for one in edit.after)
+        made.append({"title": title, "prompt": edit.text, "image": file, **settings, "answer": str(Caption(groups))})
     return made
 
 
@@ -84,9 +122,11 @@ def _write_wav(path: Path, samples: np.ndarray) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, help="the checkpoint; `examples` in it is written")
-    directory = parser.parse_args().directory / "examples"
+    checkpoint = parser.parse_args().directory
+    directory = checkpoint / "examples"
     directory.mkdir(exist_ok=True)
-    (directory / "examples.json").write_text(json.dumps(examples(directory), indent=1) + "\n")
+    made = drawings(directory) if (checkpoint / "model_index.json").exists() else examples(directory)
+    (directory / "examples.json").write_text(json.dumps(made, indent=1) + "\n")
 
 
 if __name__ == "__main__":

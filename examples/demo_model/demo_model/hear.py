@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from demo_model import see
+from demo_model.muon import inside
 from demo_model.networks import audio_encoder, heard, language_model, rows_of, vision
 from demo_model.questions import Question, about_clip, about_picture, without_picture
 from demo_model.scenes import draw_clip, draw_scene
@@ -147,7 +148,8 @@ def dictation_part(model: Any, model_dir: Path, *, size: int = 32) -> Part:
             whole += said[said != vocabulary].tolist() == list(islice(words, count))
         return found, {"whole right": torch.tensor(whole / len(lengths))}
 
-    return Part("dictation", [audio_encoder(model)], Dictations(model_dir, size), loss, own=blank)
+    encoder, dictations = audio_encoder(model), Dictations(model_dir, size)
+    return Part("dictation", [encoder], dictations, loss, own=blank, matrices=inside(encoder.layers)[0])
 
 
 # spoken questions
@@ -193,4 +195,6 @@ def hearing_part(model: Any, model_dir: Path, *, size: int = 24, questions: int 
 
     modules = [vision(model), audio_encoder(model), text, model.thinker.lm_head]
     sequences = SpokenSequences(model_dir, size, see.KINDS, questions, seed=1)
-    return Part("hearing", modules, sequences.spoken, loss, rate=5e-4, slow=[vision(model)])
+    matrices, stacks = inside(audio_encoder(model).layers, text.layers)
+    part = Part("hearing", modules, sequences.spoken, loss, rate=5e-4, slow=[vision(model)])
+    return replace(part, matrices=matrices, stacks=stacks)

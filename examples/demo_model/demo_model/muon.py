@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 
 _MOMENTUM = 0.95
-_DECAY = 0.01
+_DECAY = 0.1
 """Of the weights, at a rate of 1."""
 _NEWTON = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iteration, which brings singular values from 0.01 on near 1."""
 
 
 class Muon(torch.optim.Optimizer):
-    """Of weights with two or more dimensions."""
+    """Of weights with two or more dimensions. Groups with `stacked` have one matrix for each entry of the first."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
+    def __init__(self, parameters: Iterable[Any], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "stacked": False})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -38,18 +38,27 @@ class Muon(torch.optim.Optimizer):
                 if "mean" not in state:
                     state["mean"] = torch.zeros_like(weight)
                 mean = state["mean"].mul_(_MOMENTUM).add_(weight.grad)
-                matrix = (weight.grad + _MOMENTUM * mean).flatten(1)
-                size = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
+                matrix = (weight.grad + _MOMENTUM * mean).flatten(2 if group["stacked"] else 1)
+                size = max(1.0, matrix.shape[-2] / matrix.shape[-1]) ** 0.5
                 weight.mul_(1 - group["lr"] * _DECAY)
                 weight.add_(orthogonal(matrix).view_as(weight), alpha=-group["lr"] * size)
 
 
+def inside(*layers: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Which weights of layers to train like this: matrices, and those of experts, stacked. Not routers: a row of theirs
+    is an expert's own."""
+    named = [one for layer in layers for one in layer.named_parameters()]
+    matrices = [one for name, one in named if one.ndim == 2 and not name.endswith(".gate.weight")]
+    return matrices, [one for name, one in named if one.ndim == 3 and ".experts." in name]
+
+
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Of [rows, columns], nearly the orthogonal matrix that is nearest to it."""
+    """Of [..., rows, columns], nearly the orthogonal matrices that are nearest to them."""
     first, second, third = _NEWTON
-    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    wide = wide / (wide.norm() + 1e-7)
+    high = matrix.shape[-2] > matrix.shape[-1]
+    wide = matrix.mT if high else matrix
+    wide = wide / (wide.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(5):
-        square = wide @ wide.T
+        square = wide @ wide.mT
         wide = first * wide + (second * square + third * square @ square) @ wide
-    return wide if matrix.shape[0] <= matrix.shape[1] else wide.T
+    return wide.mT if high else wide

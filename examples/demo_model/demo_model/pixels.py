@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from demo_model.captions import Caption, Edit, same_things
 from demo_model.scenes import COLOURS, RADII, SHAPES, SIDE, Thing, covered, outline
 
+STEPS = 20
+"""Of the denoiser, with which pictures are judged."""
 _CHROMA = 84
 _SPECK = 24
 """Pixels; smaller spots of colour are no things."""
@@ -43,6 +46,16 @@ def ground_of(picture: np.ndarray) -> str | None:
     border = np.concatenate([picture[:3].reshape(-1, 3), picture[-3:].reshape(-1, 3)]).mean(1)
     low, high = np.percentile(border, (10, 90))
     return "dark" if high < 100 else "pale" if low > 150 else None
+
+
+def is_right(what: Caption | Edit, pixels: np.ndarray) -> bool:
+    """Whether a picture, uint8 [SIDE, SIDE, 3], shows what a caption says, or what an edit leaves."""
+    things = found_in(pixels)
+    if things is None:
+        return False
+    if isinstance(what, Edit):
+        return same_things(things, what.after)
+    return what.is_shown(things) and what.ground in (None, ground_of(pixels))
 
 
 def _hue(colours: Tensor) -> Tensor:

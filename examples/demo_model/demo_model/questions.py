@@ -72,9 +72,10 @@ def is_right(question: Question, answer: str) -> bool:
     return bool(question.facts) and facts_of(answer) == question.facts
 
 
-def about_picture(scene: Scene, rng: random.Random, style: str, count: int) -> list[Question]:
-    """`count` random questions about a picture."""
-    return [_asked(rng.choices(_OF_PICTURE, _WEIGHTS)[0], scene, rng, style) for _ in range(count)]
+def about_picture(scene: Scene, rng: random.Random, style: str, count: int, *, harder: bool = False) -> list[Question]:
+    """`count` random questions about a picture. `harder`: more of those for which all things must be looked at."""
+    weights = _HARDER if harder else _WEIGHTS
+    return [_asked(rng.choices(_OF_PICTURE, weights)[0], scene, rng, style) for _ in range(count)]
 
 
 def about_clip(scene: Scene, rng: random.Random, style: str, count: int) -> list[Question]:
@@ -343,6 +344,7 @@ def _sum(scene: Scene, rng: random.Random) -> tuple[str, _Answer]:
 
 _OF_PICTURE: list[Maker] = [_count, _colour, _shape, _where, _size, _what, _is_there, _beside, _describe, _unknown]
 _WEIGHTS = [4, 2, 2, 2, 1, 3, 2, 2, 4, 1]
+_HARDER = [7, 4, 2, 2, 1, 2, 3, 3, 4, 1]
 _OF_CLIP: list[Maker] = [_moves, _direction, _first, _does_it]
 _OF_NOTHING: list[Maker] = [_hello, _unknown, _my_name, _digits, _sum]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from demo_model.muon import inside
 from demo_model.networks import FRAMES_PER_PATCH, MERGE, PATCH, language_model, seen, vision
 from demo_model.questions import JSON, STYLES, Question, about_clip, about_picture, without_picture
 from demo_model.scenes import (
@@ -81,7 +82,7 @@ class Sequences:
         """A step's kind and questions; the style of answers is the same for all, since their lengths differ by it."""
         kind, style = self.kinds[step % len(self.kinds)], rng.choice(["", *STYLES])
         count = max(self.questions // 2, 1) if style == JSON else self.questions
-        return kind, [asked(kind, rng, count, style) for _ in range(self.size)]
+        return kind, [asked(kind, rng, count, style, harder=True) for _ in range(self.size)]
 
     def batch(self, kind: str, made: Sequence[Asked]) -> Answers:
         """Sequences of one kind as tensors."""
@@ -105,8 +106,9 @@ Asked = tuple[Scene | None, str, list[Question]]
 """What is to be seen, the style of the answers, and questions."""
 
 
-def asked(kind: str, rng: random.Random, count: int, style: str | None = None) -> Asked:
-    """Something to see and `count` questions about it; without a style a random one."""
+def asked(kind: str, rng: random.Random, count: int, style: str | None = None, *, harder: bool = False) -> Asked:
+    """Something to see and `count` questions about it, without a style in a random one. `harder`: see
+    `about_picture`."""
     style = rng.choice(["", *STYLES]) if style is None else style
     if kind == "nothing":
         return None, style, without_picture(rng, style or "full", count)
@@ -114,7 +116,7 @@ def asked(kind: str, rng: random.Random, count: int, style: str | None = None) -
         scene = draw_clip(rng)
         return scene, style, about_clip(scene, rng, style or "full", count)
     scene = draw_scene(rng)
-    return scene, style, about_picture(scene, rng, style or "full", count)
+    return scene, style, about_picture(scene, rng, style or "full", count, harder=harder)
 
 
 @dataclass(frozen=True)
@@ -309,6 +311,8 @@ def encoder_part(model: Any, *, size: int = 96) -> Part:
         own=labels,
         rate=2e-3,
         slow=[vision(model).patch_embed],
+        matrices=inside(vision(model).blocks, vision(model).merger, vision(model).merger_list)[0],
+        matrix_rate=0.005,
     )
 
 
@@ -316,8 +320,9 @@ def answers_part(model: Any, model_dir: Path, *, size: int = 32, questions: int 
     """Trains the language model, and the vision encoder slowly: at first it would only lose what it has learned."""
     modules = [vision(model), read_as_drawn(model), model.thinker.lm_head]
     sequences = Sequences(model_dir, size, KINDS, questions)
-    loss = partial(answer_loss, model)
-    return Part("answers", modules, sequences, loss, rate=1.5e-3, slow=[vision(model)])
+    loss, [matrices, stacks] = partial(answer_loss, model), inside(modules[1].layers)
+    part = Part("answers", modules, sequences, loss, rate=1.5e-3, slow=[vision(model)])
+    return replace(part, matrices=matrices, stacks=stacks, matrix_rate=0.004)
 
 
 def read_as_drawn(model: Any) -> Any:

@@ -52,12 +52,14 @@ class Part:
     patch's pixels, so that changes of its weights add up."""
     matrices: Sequence[nn.Parameter] = ()
     """Those of the weights that `Muon` trains, at `matrix_rate`."""
-    matrix_rate: float = 0.006
+    stacks: Sequence[nn.Parameter] = ()
+    """Likewise, of [experts, rows, columns]."""
+    matrix_rate: float = 0.002
 
     def groups(self) -> list[dict[str, Any]]:
-        """The trained parameters for the optimizer, without `matrices`; `share`: of the learning rate."""
+        """The trained parameters for the optimizer, without `matrices` and `stacks`; `share`: of the learning rate."""
         slow = [parameter for module in self.slow for parameter in module.parameters()]
-        known = set(map(id, [*slow, *self.matrices]))
+        known = set(map(id, [*slow, *self.matrices, *self.stacks]))
         others = [one for one in self.trained().parameters() if one.requires_grad and id(one) not in known]
         return [{"params": others, "share": 1.0}, {"params": slow, "share": SLOW}]
 
@@ -115,7 +117,12 @@ def train(
     parameters = [parameter for group in groups for parameter in group["params"]]
     optimizers = [torch.optim.AdamW(groups, lr=part.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)]
     if part.matrices:
-        optimizers.append(Muon([{"params": [*part.matrices], "share": part.matrix_rate / part.rate}], part.matrix_rate))
+        share = part.matrix_rate / part.rate
+        kinds: list[dict[str, Any]] = [
+            {"params": [*part.matrices], "share": share},
+            {"params": [*part.stacks], "share": share, "stacked": True},
+        ]
+        optimizers.append(Muon(kinds, part.matrix_rate))
     step = _logged(directory / LOG, part.name)
     if left.exists():
         found = torch.load(left, weights_only=True, map_location=device)

@@ -33,7 +33,7 @@ def package(one_thread: None) -> Any:
 @given(st.integers(0, 2**32 - 1))
 def test_the_judge_sees_what_was_painted(seed: int) -> None:
     """Captions are parsed; a painted scene is right for its words, and wrong with one thing changed."""
-    from demo_model import captions, draw
+    from demo_model import captions, pixels
     from demo_model.scenes import COLOURS, SHAPES, Scene, picture, resized
 
     rng = random.Random(seed)
@@ -41,17 +41,17 @@ def test_the_judge_sees_what_was_painted(seed: int) -> None:
     assert captions.caption_of(f"{str(caption).capitalize()}.") == caption
     things = captions.things_for(caption, rng)
     ground = caption.ground or rng.choice([None, "dark", "pale"])
-    assert draw.is_right(caption, picture(Scene(things, seed, ground=ground)))
+    assert pixels.is_right(caption, picture(Scene(things, seed, ground=ground)))
     first, rest = things[0], things[1:]
-    assert not draw.is_right(caption, picture(Scene(rest, seed, ground=ground)))
+    assert not pixels.is_right(caption, picture(Scene(rest, seed, ground=ground)))
     edit = captions.Edit("", (), things)
     for changed in (
         replace(first, colour=rng.choice([one for one in COLOURS if one != first.colour])),
         replace(first, shape=rng.choice([one for one in SHAPES if one != first.shape])),
         resized(first, "small" if first.size == "big" else "big"),
     ):
-        assert not draw.is_right(edit, picture(Scene((changed, *rest), seed)))
-    assert draw.is_right(edit, picture(Scene(things, seed)))
+        assert not pixels.is_right(edit, picture(Scene((changed, *rest), seed)))
+    assert pixels.is_right(edit, picture(Scene(things, seed)))
 
 
 @pytest.mark.parametrize("words", ["", "two red dogs", "a red circle over a star", "a red circle on the table"])
