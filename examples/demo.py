@@ -146,6 +146,9 @@ def of_user(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def request(ask: Ask) -> dict[str, Any]:
     """The keyword arguments of `client.chat.completions.create`, for streamed and whole answers alike."""
+    surely = (
+        {"temperature": 0.0} if ask.answer else {}
+    )  # of a model that is trained the likeliest sound is the clearest
     asked: dict[str, Any] = {
         "model": MODEL,
         "messages": ask.messages,
@@ -154,7 +157,7 @@ def request(ask: Ask) -> dict[str, Any]:
         "max_tokens": 160 if ask.answer else 64,
         "extra_body": {
             "return_metrics": True,
-            "sampling": {"talker": {"max_tokens": 300}},
+            "sampling": {"talker": {"max_tokens": 300, **surely}},
             "options": {"use_audio_in_video": True},  # without it the model ignores a video's audio
         },
     }

@@ -1,30 +1,25 @@
-"""`python -m demo_model.draw train|judge DIRECTORY`: a small pipeline in FLUX.2 Klein's published layout that draws the
+"""`python -m demo_model.draw DIRECTORY`: train a small pipeline in FLUX.2 Klein's published layout that draws the
 scenes of `captions.py` and edits them."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 
 from demo_model.captions import Caption, Edit, is_held_out, random_caption, random_edit, things_for
 from demo_model.muon import inside
-from demo_model.pixels import STEPS, is_right
-from demo_model.scenes import GROUNDS, SIDE, Canvas, Scene, canvas, clean, painted, picture
+from demo_model.scenes import GROUNDS, SIDE, Canvas, Scene, canvas, clean, painted
 from demo_model.schedule import HALF
 from demo_model.training import Limits, Part, moved, train
 from segue.models.shared.diffusion.library import LIBRARIES, AutoConfig
@@ -37,9 +32,9 @@ SHORT, LONG = 64, 512
 """Tokens that a prompt is padded to; the network sees the padding. `LONG` is the pipeline's default."""
 DROPPED = 0.1
 """Of the captions: replaced by an empty one, for guidance."""
-NOISES = 4
+NOISES = 2
 """With so many levels of noise each picture of a batch is seen."""
-SIZES = {"cpu": {"vae": 16, "flow": 16}, "cuda": {"vae": 32, "flow": 64}}
+SIZES = {"cpu": {"vae": 16, "flow": 32}, "cuda": {"vae": 32, "flow": 64}}
 """Pictures of a batch."""
 _WIDTH, _LATENTS = 64, 16
 TEXT: dict[str, Any] = {
@@ -72,8 +67,6 @@ VAE: dict[str, Any] = {
     "norm_num_groups": 8,
     "sample_size": 4 * SIDE,
 }
-SETTINGS = {"height": SIDE, "width": SIDE, "num_inference_steps": STEPS, "guidance_scale": 3.0}
-"""With which pictures are judged."""
 _LIBRARY: Any = LIBRARIES["diffusers"]
 PARTS: dict[str, Any] = {
     "text_encoder": LIBRARIES["transformers"].Qwen3ForCausalLM,
@@ -297,75 +290,30 @@ def measure(made: nn.ModuleDict, directory: Path) -> None:
     vae.bn.running_var.copy_(features.var(1))
 
 
-# what comes of it
-
-
-@torch.no_grad()
-def judge(directory: Path, count: int, device: str, length: int = SHORT) -> dict[str, float]:
-    """The share of `count` held-out captions and of as many edits whose pictures, made by the library's pipeline, show
-    what they should. Writes the pictures into `directory`/judged. `length`: tokens that a prompt is padded to."""
-    pipeline = _LIBRARY.Flux2KleinPipeline.from_pretrained(directory, dtype=torch.float32).to(device)
-    pipeline.set_progress_bar_config(disable=True)
-    rng = random.Random("judged")
-    (directory / "judged").mkdir(exist_ok=True)
-    right = {"draws": 0, "edits": 0}
-    makers: dict[str, Callable[[random.Random], Caption | Edit]] = {"draws": random_caption, "edits": random_edit}
-    for kind, new in makers.items():
-        for number in range(count):
-            what = new(rng)
-            while not is_held_out(what):
-                what = new(rng)
-            settings = {**SETTINGS, "max_sequence_length": length, "generator": torch.Generator().manual_seed(number)}
-            if isinstance(what, Edit):
-                settings["image"] = Image.fromarray(picture(Scene(what.before, number)))
-            [image] = pipeline(prompt=str(what), **settings).images
-            good = is_right(what, np.asarray(image))
-            right[kind] += good
-            image.save(
-                directory / "judged" / f"{kind}-{number}-{'right' if good else 'wrong'}.png", pnginfo=_note(what)
-            )
-    return {kind: number / count for kind, number in right.items()}
-
-
-def _note(what: Caption | Edit) -> PngInfo:
-    note = PngInfo()
-    note.add_text("prompt", str(what))
-    return note
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="demo_model.draw", description=__doc__)
-    parser.add_argument("command", choices=["create", "train", "judge"])
     parser.add_argument("directory", type=Path, help="the checkpoint; what is needed to resume lies in its `training`")
     parser.add_argument("--minutes", type=float, default=math.inf, help="of the whole training")
     parser.add_argument("--steps", type=float, default=math.inf, help="of each stage, where there is time enough")
     parser.add_argument("--vae-share", type=float, default=0.3, help="of the minutes; 0 leaves the VAE as it is")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=4, help="processes that make data")
-    parser.add_argument("--count", type=int, default=100, help="of captions and of edits to judge")
-    parser.add_argument("--length", type=int, default=SHORT, help="tokens that judged prompts are padded to")
     options = parser.parse_args()
     directory, device, training = options.directory, options.device, options.directory / "training"
-    if options.command != "judge" and not (directory / "model_index.json").exists():
+    if not (directory / "model_index.json").exists():
         create(directory)
     training.mkdir(exist_ok=True)
-    if options.command == "judge":
-        print(json.dumps(judge(directory, options.count, device, options.length)))
-    if options.command == "train":
-        if math.inf == options.minutes == options.steps:
-            parser.error("train needs --minutes or --steps")
-        made = networks(directory).to(device)
-        made["transformer"].compile(dynamic=False)
-        for part, share in ((vae_part, options.vae_share), (flow_part, 1 - options.vae_share)):
-            if share > 0:
-                limits = Limits(options.steps, options.minutes * share)
-                learned = part(made, directory, size=SIZES[device][part.__name__.removesuffix("_part")])
-                train(
-                    learned, limits, training, device=torch.device(device), workers=options.workers, half=HALF[device]
-                )
-            if share > 0 and part is vae_part:
-                measure(made, directory)
-        write(directory, made)
+    if math.inf == options.minutes == options.steps:
+        parser.error("give --minutes or --steps")
+    made = networks(directory).to(device)
+    for name, part, share in (("vae", vae_part, options.vae_share), ("flow", flow_part, 1 - options.vae_share)):
+        if share > 0:
+            limits, where = Limits(options.steps, options.minutes * share), torch.device(device)
+            learned = part(made, directory, size=SIZES[device][name])
+            train(learned, limits, training, device=where, workers=options.workers, half=HALF[device])
+        if share > 0 and name == "vae":
+            measure(made, directory)
+    write(directory, made)
 
 
 if __name__ == "__main__":

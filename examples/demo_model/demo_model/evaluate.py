@@ -23,6 +23,7 @@ from segue import Omni
 from segue.media.audio import resample
 
 GREEDY = {"temperature": 0.0, "max_tokens": 160}
+SPEECH: dict[str, dict[str, Any]] = {"talker": {"temperature": 0.0, "max_tokens": 300}}
 
 
 @dataclass(frozen=True)
@@ -72,16 +73,22 @@ def answers(asked: Sequence[Asked], texts: Sequence[str]) -> Iterator[dict[str, 
 
 def speech(omni: Omni, count: int) -> dict[str, Any]:
     """The share of words that a recogniser mistakes in spoken answers, and in espeak-ng's own sound of them."""
-    asked = [one for one in held_out(count) if one.style != JSON][:count]
-    outs = omni.generate([one.prompt for one in asked], modalities=["text", "audio"], voice="Chelsie")
+    outs = aloud(omni, count)
     heard, own, words = 0, 0, 0
     for out in outs:
-        said = _words(out.text)
+        said = words_of(out.text)
         words += len(said)
         heard += mistakes(said, recognised(out.audio.samples, codec.SPOKEN_RATE))
         own += mistakes(said, recognised(codec.spoken(out.text, "chelsie") / 32768, codec.SPOKEN_RATE))
     shares = {"error": heard, "espeak": own} if words else {}
     return {"spoken": len(outs), "words": words, **{name: round(count / words, 4) for name, count in shares.items()}}
+
+
+def aloud(omni: Omni, count: int, seed: int = 0) -> list[Any]:
+    """Answers to held-out questions, written and spoken, greedily both."""
+    asked = [one.prompt for one in held_out(count, spoken=False, seed=seed) if one.style != JSON][:count]
+    prompts = [one | {"sampling": one["sampling"] | SPEECH} for one in asked]
+    return list(omni.generate(prompts, modalities=["text", "audio"], voice="Chelsie"))
 
 
 def recognised(samples: np.ndarray, rate: int) -> list[str]:
@@ -95,7 +102,7 @@ def recognised(samples: np.ndarray, rate: int) -> list[str]:
     decoder.start_utt()
     decoder.process_raw((pieces.clip(-1, 1) * 32767).astype("<i2").tobytes(), full_utt=True)
     decoder.end_utt()
-    return _words(decoder.hyp().hypstr) if decoder.hyp() else []
+    return words_of(decoder.hyp().hypstr) if decoder.hyp() else []
 
 
 def mistakes(said: Sequence[str], heard: Sequence[str]) -> int:
@@ -108,7 +115,7 @@ def mistakes(said: Sequence[str], heard: Sequence[str]) -> int:
     return row[-1]
 
 
-def _words(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
     return re.findall(r"[a-z']+", text.lower())
 
 

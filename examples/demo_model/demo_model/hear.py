@@ -197,4 +197,4 @@ def hearing_part(model: Any, model_dir: Path, *, size: int = 24, questions: int 
     sequences = SpokenSequences(model_dir, size, see.KINDS, questions, seed=1)
     matrices, stacks = inside(audio_encoder(model).layers, text.layers)
     part = Part("hearing", modules, sequences.spoken, loss, rate=5e-4, slow=[vision(model)])
-    return replace(part, matrices=matrices, stacks=stacks)
+    return replace(part, matrices=matrices, stacks=stacks, matrix_rate=0.003)

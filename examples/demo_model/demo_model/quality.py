@@ -37,7 +37,6 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 }
 """Weights of thinker and talker, and how they are computed with; as published: bfloat16 weights, float32 products."""
 DRAFTS = {"method": "ngram", "tokens": 4, "adaptive": False}
-SPEECH: dict[str, dict[str, Any]] = {"talker": {"temperature": 0.0, "max_tokens": 300}}
 _HOP, _WINDOW = 240, 960
 """Samples from one spectrum to the next, and of each."""
 
@@ -114,7 +113,7 @@ def of_seams(directory: Path, count: int) -> dict[str, Any]:
         async with AsyncOmni(directory) as omni:
             found = []
             for one in asked:
-                sampling = one.prompt["sampling"] | SPEECH
+                sampling = one.prompt["sampling"] | evaluate.SPEECH
                 request = omni.request(
                     one.prompt | {"sampling": sampling}, modalities=["text", "audio"], voice="Chelsie"
                 )
@@ -129,7 +128,7 @@ def of_seams(directory: Path, count: int) -> dict[str, Any]:
             thinker_do_sample=False,
             thinker_max_new_tokens=evaluate.GREEDY["max_tokens"],
             thinker_eos_token_id=model.config.im_end_token_id,
-            talker_max_new_tokens=SPEECH["talker"]["max_tokens"],
+            talker_max_new_tokens=evaluate.SPEECH["talker"]["max_tokens"],
         )
         with torch.inference_mode():
             whole = model.code2wav(codes)[0, 0].numpy()

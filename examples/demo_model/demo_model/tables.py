@@ -1,4 +1,5 @@
-"""Tables of what `quality` has measured: `python -m demo_model.tables DIR PAGE...` puts them into Markdown pages."""
+"""Tables of what `quality` or `judge` has measured: `python -m demo_model.tables DIR... --pages PAGE...` puts them into
+Markdown pages."""
 
 from __future__ import annotations
 
@@ -14,11 +15,32 @@ SORTS = ("picture", "spoken picture", "clip", "spoken clip", "nothing", "spoken 
 
 
 def tables(found: dict[str, Any]) -> str:
-    """All tables, each with a line on what it shows."""
-    rows = found["rows"]
-    parts = [f"Measured on {found['machine']['cpu']}, torch {found['machine']['torch']}, {found['machine']['date']}."]
+    """All tables of a checkpoint, each with a line on what it shows."""
+    rows, machine = found["rows"], found["machine"]
+    parts = drawings(rows) if "seen" in rows[0] else answers(rows)
+    return "\n\n".join([f"Measured on {machine['cpu']}, torch {machine['torch']}, {machine['date']}.", *parts])
+
+
+def drawings(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Of `judge`."""
+    return [
+        f"**Drawings.** {rows[0]['asked']} held-out captions and edits: the share of pictures that are right by plain "
+        "checks of their pixels (colour, shape, size, place, number); in how many segue-shapes counts what it should; "
+        "and how far pixels, 0 to 255, are from the library's on average.",
+        table(
+            ["way", "captions", "edits", "captions, counted", "edits, counted", "from the library's"],
+            (
+                [row["way"], *(percent(share) for of in ("right", "seen") for share in row[of].values()), row["apart"]]
+                for row in rows
+            ),
+        ),
+    ]
+
+
+def answers(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Of `quality`."""
     ways = [row for row in rows if "way" in row]
-    parts += [
+    parts = [
         f"**Ways to ask.** {ways[0]['asked']} held-out questions, greedy: the share of right answers, and of "
         "those that are the library's to the letter.",
         table(["way", *SORTS, "as the library"], ([row["way"], *_right(row), percent(row["same"])] for row in ways)),
@@ -56,7 +78,7 @@ def tables(found: dict[str, Any]) -> str:
         "**Experts.** The largest share of tokens that one expert of the thinker gets, as a multiple of an even share, "
         f"layer by layer: {', '.join(f'{one:.2f}' for one in experts['experts'])}.",
     ]
-    return "\n\n".join(parts)
+    return parts
 
 
 def _right(row: dict[str, Any]) -> Iterator[str]:
@@ -75,10 +97,10 @@ def table(head: Sequence[str], rows: Any) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("pages", type=Path, nargs="+")
+    parser.add_argument("directories", type=Path, nargs="+")
+    parser.add_argument("--pages", type=Path, nargs="+", required=True)
     options = parser.parse_args()
-    body = tables(json.loads((options.directory / "quality.json").read_text()))
+    body = "\n\n".join(tables(json.loads((one / "quality.json").read_text())) for one in options.directories)
     for page in options.pages:
         page.write_text(insert(page.read_text(), body))
 

@@ -1,0 +1,147 @@
+"""Count the held-out captions and edits that a checkpoint of `draw.py` draws right, by plain checks of the pixels and
+by what a model that sees tells of them: `python -m demo_model.judge DIR EYES`. Writes `DIR/quality.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from demo_model.captions import Caption, Edit, Group, is_held_out, random_caption, random_edit
+from demo_model.evaluate import GREEDY
+from demo_model.pixels import STEPS, is_right
+from demo_model.questions import NUMBERS, facts_of
+from demo_model.scenes import SIDE, Scene, picture
+from segue import Omni
+from segue.models.shared.diffusion.library import LIBRARIES
+
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "as published": ({}, {}),
+    "bfloat16": ({"dtype": "bfloat16"}, {}),
+    "int8": ({"quantization": "int8"}, {}),
+    "taylorseer": ({}, {"step_cache": "taylorseer"}),
+}
+"""Arguments of `Omni`, and of each picture."""
+_EDITED = "edits"
+
+
+def held_out(count: int) -> Iterator[tuple[str, Caption | Edit]]:
+    """`count` captions, then as many edits."""
+    rng = random.Random("judged")
+    makers: dict[str, Callable[[random.Random], Caption | Edit]] = {"captions": random_caption, _EDITED: random_edit}
+    for sort, new in makers.items():
+        found = 0
+        while found < count:
+            what = new(rng)
+            if is_held_out(what):
+                found += 1
+                yield sort, what
+
+
+def prompts(wanted: Sequence[Caption | Edit]) -> list[dict[str, Any]]:
+    """What Segue takes of each; `seed` and picture by number."""
+    size = {"height": SIDE, "width": SIDE, "num_inference_steps": STEPS}
+    return [
+        {"prompt": str(what), "seed": number, **size}
+        | ({"image": Image.fromarray(picture(Scene(what.before, number)))} if isinstance(what, Edit) else {})
+        for number, what in enumerate(wanted)
+    ]
+
+
+def by_library(directory: Path, asked: Sequence[dict[str, Any]]) -> list[np.ndarray]:
+    """uint8 [SIDE, SIDE, 3] each, drawn one by one by diffusers."""
+    pipeline = LIBRARIES["diffusers"].Flux2KleinPipeline.from_pretrained(directory, dtype=torch.float32)  # type: ignore[attr-defined]
+    pipeline.set_progress_bar_config(disable=True)
+    made = []
+    for one in asked:
+        given = {key: value for key, value in one.items() if key != "seed"}
+        drawn = pipeline(**given, generator=torch.Generator().manual_seed(one["seed"]))
+        made.append(np.asarray(drawn.images[0]))
+    return made
+
+
+def by_segue(
+    directory: Path, asked: Sequence[dict[str, Any]], settings: dict[str, Any], more: dict[str, Any]
+) -> list[np.ndarray]:
+    with Omni(directory, **settings) as omni:
+        return [np.asarray(out.images[0]) for out in omni.generate([one | more for one in asked])]
+
+
+def looked_at(eyes: Omni, wanted: Sequence[Caption | Edit], drawn: Sequence[np.ndarray]) -> list[bool]:
+    """Whether a model counts in each picture what there should be, of each sort of thing."""
+    asks, owners, right = [], [], [True] * len(wanted)
+    for number, (what, pixels) in enumerate(zip(wanted, drawn, strict=True)):
+        for words, count in _counts(what).items():
+            content = [
+                {"type": "image", "image": Image.fromarray(pixels)},
+                {"type": "text", "text": f"How many {words}s are there?"},
+            ]
+            asks.append({"messages": [{"role": "user", "content": content}], "sampling": {"thinker": GREEDY}})
+            owners.append((number, count))
+    outs = eyes.generate(asks, modalities=["text"])
+    for (number, count), out in zip(owners, outs, strict=True):
+        right[number] &= facts_of(out.text)[:1] == (NUMBERS[count],)
+    return right
+
+
+def _counts(what: Caption | Edit) -> dict[str, int]:
+    """How many there should be of each sort that is named, and in all."""
+    groups = what.groups if isinstance(what, Caption) else [Group(1, None, one.colour, one.shape) for one in what.after]
+    found = {"thing": sum(group.count for group in groups)}
+    for group in groups:
+        if group.colour and group.shape:
+            words = f"{group.colour} {group.shape}"
+            found[words] = found.get(words, 0) + group.count
+    return found
+
+
+def shares(sorts: Sequence[str], right: Sequence[bool]) -> dict[str, float]:
+    return {
+        sort: round(float(np.mean([one for one, of in zip(right, sorts, strict=True) if of == sort])), 4)
+        for sort in dict.fromkeys(sorts)
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("eyes", type=Path, help="a checkpoint that sees, such as segue-shapes")
+    parser.add_argument("--count", type=int, default=50, help="of captions, and of edits")
+    parser.add_argument("--pictures", type=Path, help="where to write those of the first way")
+    options = parser.parse_args()
+    sorts, wanted = zip(*held_out(options.count), strict=True)
+    asked = prompts(wanted)
+    rows: list[dict[str, Any]] = []
+    with Omni(options.eyes) as eyes:
+        exact = by_library(options.directory, asked)
+        made = {"library": exact} | {
+            name: by_segue(options.directory, asked, *arguments) for name, arguments in WAYS.items()
+        }
+        for name, drawn in made.items():
+            right = [is_right(what, pixels) for what, pixels in zip(wanted, drawn, strict=True)]
+            seen = looked_at(eyes, wanted, drawn)
+            apart = [float(np.abs(one.astype(int) - other).mean()) for one, other in zip(drawn, exact, strict=True)]
+            row = {"way": name, "asked": len(asked), "right": shares(sorts, right), "seen": shares(sorts, seen)}
+            rows.append(row | {"apart": round(float(np.mean(apart)), 3)})
+            print(json.dumps(rows[-1]), flush=True)
+            if options.pictures and name == "library":
+                options.pictures.mkdir(parents=True, exist_ok=True)
+                for number, (what, pixels, good) in enumerate(zip(wanted, drawn, right, strict=True)):
+                    name = f"{number}-{'right' if good else 'wrong'}-{str(what).replace(' ', '_')}.png"
+                    Image.fromarray(pixels).save(options.pictures / name)
+    machine = {"cpu": platform.processor() or platform.machine(), "torch": torch.__version__, "date": str(date.today())}
+    (options.directory / "quality.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
