@@ -26,7 +26,7 @@ _ALIKE = 0.6
 def found_in(picture: np.ndarray) -> list[Thing] | None:
     """The things in a picture, uint8 [SIDE, SIDE, 3], by plain checks: spots of one colour, compared with each shape.
     None where a spot looks like none of them."""
-    pixels = _blurred(torch.from_numpy(picture).permute(2, 0, 1).float())
+    pixels = _blurred(torch.tensor(picture).permute(2, 0, 1).float())
     palette = torch.tensor(list(COLOURS.values())).float()
     chroma = pixels.amax(0) - pixels.amin(0)
     nearest = (_hue(pixels)[:, None] - _hue(palette.T)[:, :, None, None]).square().sum(0).argmin(0)
