@@ -146,9 +146,8 @@ def of_user(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def request(ask: Ask) -> dict[str, Any]:
     """The keyword arguments of `client.chat.completions.create`, for streamed and whole answers alike."""
-    surely = (
-        {"temperature": 0.0} if ask.answer else {}
-    )  # of a model that is trained the likeliest sound is the clearest
+    # the likeliest sound is the clearest, of a model that is trained
+    surely = {"temperature": 0.0} if ask.answer else {}
     asked: dict[str, Any] = {
         "model": MODEL,
         "messages": ask.messages,

@@ -74,14 +74,19 @@ def answers(asked: Sequence[Asked], texts: Sequence[str]) -> Iterator[dict[str, 
 def speech(omni: Omni, count: int) -> dict[str, Any]:
     """The share of words that a recogniser mistakes in spoken answers, and in espeak-ng's own sound of them."""
     outs = aloud(omni, count)
-    heard, own, words = 0, 0, 0
-    for out in outs:
-        said = words_of(out.text)
-        words += len(said)
-        heard += mistakes(said, recognised(out.audio.samples, codec.SPOKEN_RATE))
-        own += mistakes(said, recognised(codec.spoken(out.text, "chelsie") / 32768, codec.SPOKEN_RATE))
-    shares = {"error": heard, "espeak": own} if words else {}
-    return {"spoken": len(outs), "words": words, **{name: round(count / words, 4) for name, count in shares.items()}}
+    said = [words_of(out.text) for out in outs]
+    words = sum(map(len, said))
+    sounds = {
+        "error": [out.audio.samples for out in outs],
+        "espeak": [codec.spoken(out.text, "chelsie") / 32768 for out in outs],
+    }
+    shares = {name: round(misheard(said, heard) / words, 4) for name, heard in sounds.items()} if words else {}
+    return {"spoken": len(outs), "words": words, **shares}
+
+
+def misheard(said: Sequence[Sequence[str]], sounds: Sequence[np.ndarray]) -> int:
+    """How many words a recogniser mistakes in sounds, float [samples] at the model's rate."""
+    return sum(mistakes(words, recognised(sound, codec.SPOKEN_RATE)) for words, sound in zip(said, sounds, strict=True))
 
 
 def aloud(omni: Omni, count: int, seed: int = 0) -> list[Any]:

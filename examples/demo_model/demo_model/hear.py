@@ -196,5 +196,14 @@ def hearing_part(model: Any, model_dir: Path, *, size: int = 24, questions: int 
     modules = [vision(model), audio_encoder(model), text, model.thinker.lm_head]
     sequences = SpokenSequences(model_dir, size, see.KINDS, questions, seed=1)
     matrices, stacks = inside(audio_encoder(model).layers, text.layers)
-    part = Part("hearing", modules, sequences.spoken, loss, rate=5e-4, slow=[vision(model)])
-    return replace(part, matrices=matrices, stacks=stacks, matrix_rate=0.003)
+    return Part(
+        "hearing",
+        modules,
+        sequences.spoken,
+        loss,
+        rate=5e-4,
+        slow=[vision(model)],
+        matrices=matrices,
+        stacks=stacks,
+        matrix_rate=0.003,
+    )

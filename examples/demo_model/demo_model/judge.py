@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 from collections.abc import Callable, Iterator, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from PIL import Image
 from demo_model.captions import Caption, Edit, Group, is_held_out, random_caption, random_edit
 from demo_model.evaluate import GREEDY
 from demo_model.pixels import STEPS, is_right
+from demo_model.quality import write
 from demo_model.questions import NUMBERS, facts_of
 from demo_model.scenes import SIDE, Scene, picture
 from segue import Omni
@@ -32,13 +31,12 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "taylorseer": ({}, {"step_cache": "taylorseer"}),
 }
 """Arguments of `Omni`, and of each picture."""
-_EDITED = "edits"
 
 
 def held_out(count: int) -> Iterator[tuple[str, Caption | Edit]]:
     """`count` captions, then as many edits."""
     rng = random.Random("judged")
-    makers: dict[str, Callable[[random.Random], Caption | Edit]] = {"captions": random_caption, _EDITED: random_edit}
+    makers: dict[str, Callable[[random.Random], Caption | Edit]] = {"captions": random_caption, "edits": random_edit}
     for sort, new in makers.items():
         found = 0
         while found < count:
@@ -117,7 +115,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("eyes", type=Path, help="a checkpoint that sees, such as segue-shapes")
     parser.add_argument("--count", type=int, default=50, help="of captions, and of edits")
-    parser.add_argument("--pictures", type=Path, help="where to write those of the first way")
+    parser.add_argument("--pictures", type=Path, help="where to write those of the library")
     options = parser.parse_args()
     sorts, wanted = zip(*held_out(options.count), strict=True)
     asked = prompts(wanted)
@@ -137,10 +135,9 @@ def main() -> None:
             if options.pictures and name == "library":
                 options.pictures.mkdir(parents=True, exist_ok=True)
                 for number, (what, pixels, good) in enumerate(zip(wanted, drawn, right, strict=True)):
-                    name = f"{number}-{'right' if good else 'wrong'}-{str(what).replace(' ', '_')}.png"
-                    Image.fromarray(pixels).save(options.pictures / name)
-    machine = {"cpu": platform.processor() or platform.machine(), "torch": torch.__version__, "date": str(date.today())}
-    (options.directory / "quality.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+                    file = f"{number}-{'right' if good else 'wrong'}-{str(what).replace(' ', '_')}.png"
+                    Image.fromarray(pixels).save(options.pictures / file)
+    write(options.directory, rows)
 
 
 if __name__ == "__main__":

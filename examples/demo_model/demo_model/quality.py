@@ -186,6 +186,12 @@ def of_experts(directory: Path, count: int) -> dict[str, Any]:
     return {"experts": [round(float(len(one) * one.max() / one.sum()), 3) for one in taken.values()]}
 
 
+def write(directory: Path, rows: list[dict[str, Any]]) -> None:
+    """Figures, and what they were measured on, as `quality.json`."""
+    machine = {"cpu": platform.processor() or platform.machine(), "torch": torch.__version__, "date": str(date.today())}
+    (directory / "quality.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
@@ -204,8 +210,7 @@ def main() -> None:
         for row in found:
             print(json.dumps(row), flush=True)
             rows.append(row)
-    machine = {"cpu": platform.processor() or platform.machine(), "torch": torch.__version__, "date": str(date.today())}
-    (directory / "quality.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    write(directory, rows)
 
 
 if __name__ == "__main__":

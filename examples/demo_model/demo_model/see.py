@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -318,11 +318,19 @@ def encoder_part(model: Any, *, size: int = 96) -> Part:
 
 def answers_part(model: Any, model_dir: Path, *, size: int = 32, questions: int = 6) -> Part:
     """Trains the language model, and the vision encoder slowly: at first it would only lose what it has learned."""
-    modules = [vision(model), read_as_drawn(model), model.thinker.lm_head]
-    sequences = Sequences(model_dir, size, KINDS, questions)
-    loss, [matrices, stacks] = partial(answer_loss, model), inside(modules[1].layers)
-    part = Part("answers", modules, sequences, loss, rate=1.5e-3, slow=[vision(model)])
-    return replace(part, matrices=matrices, stacks=stacks, matrix_rate=0.004)
+    text = read_as_drawn(model)
+    matrices, stacks = inside(text.layers)
+    return Part(
+        "answers",
+        [vision(model), text, model.thinker.lm_head],
+        Sequences(model_dir, size, KINDS, questions),
+        partial(answer_loss, model),
+        rate=1.5e-3,
+        slow=[vision(model)],
+        matrices=matrices,
+        stacks=stacks,
+        matrix_rate=0.004,
+    )
 
 
 def read_as_drawn(model: Any) -> Any:

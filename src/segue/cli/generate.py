@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from segue.cli.model import model_settings
-from segue.messages.diffusion import STEP_CACHES
+from segue.messages.diffusion import SIZE, STEP_CACHES
 from segue.messages.errors import ConfigError, InvalidRequest, NotFound, SegueError
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 _IMAGES = {".png": "png", ".webp": "webp", ".jpg": "jpeg", ".jpeg": "jpeg"}
 """File extension → format."""
 _VIDEO = ".mp4"
-_SIZE = re.compile(r"([1-9]\d{0,8})x([1-9]\d{0,8})")
 _PARAMETERS = {
     "negative": "negative_prompt",
     "steps": "num_inference_steps",
@@ -347,7 +345,7 @@ def _writers(ending: str, output: RequestOutput) -> list[Callable[[Path], object
 
 
 def _size(text: str) -> tuple[int, int]:
-    match = _SIZE.fullmatch(text)
+    match = SIZE.fullmatch(text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 1024x768 (width, height)")
     return int(match[1]), int(match[2])

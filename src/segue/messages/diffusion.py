@@ -9,6 +9,7 @@ Optional reading: the parameters of an image or a video.
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Mapping
 from itertools import pairwise
@@ -18,6 +19,9 @@ import msgspec
 
 from segue.messages.errors import InvalidRequest, wrong
 from segue.messages.sampling import misfit
+
+SIZE = re.compile(r"([1-9]\d{0,8})x([1-9]\d{0,8})")
+"""Width and height in pixels, as text."""
 
 
 class DiffusionParams(msgspec.Struct, kw_only=True, frozen=True):

@@ -11,6 +11,7 @@ from typing import Any
 
 from segue.media.parts import messages_from
 from segue.media.sources import MediaPolicy, read_path
+from segue.messages.diffusion import SIZE
 from segue.messages.errors import InvalidRequest, TooLarge, nearest, shown, wrong
 from segue.orchestrator.service import ModelCard
 from segue.server.http.body import decode_json
@@ -18,7 +19,6 @@ from segue.server.settings import ServerSettings
 
 MOST_BYTES = 4 << 20
 """Of `examples.json` and all media that it names, together."""
-_SIZE = re.compile(r"[1-9]\d{0,4}x[1-9]\d{0,4}")
 _NAME = re.compile(r"[^/\\\x00-\x1f]+\.(\w+)")
 _TYPES = {
     "image": {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp", "gif": "image/gif"},
@@ -110,7 +110,7 @@ def _filled(example: Any, folder: _Folder, policy: MediaPolicy) -> dict[str, Any
             raise InvalidRequest("image is given with messages; there, images are parts of the content", field="image")
         example["image"] = folder.medium(example["image"], "image", "image")
     size, steps = example.get("size", "1x1"), example.get("steps", 1)
-    if not (isinstance(size, str) and _SIZE.fullmatch(size)):
+    if not (isinstance(size, str) and SIZE.fullmatch(size)):
         raise wrong("size", size, "WIDTHxHEIGHT in pixels, e.g. 1024x1024")
     if type(steps) is not int or steps < 1:
         raise wrong("steps", steps, "a whole number from 1 on")

@@ -50,15 +50,12 @@ def test_written_questions_are_answered_right(omni: Omni) -> None:
 def test_what_it_says_is_understood(omni: Omni) -> None:
     """By a recogniser that knows nothing of the model, and understands not much more of espeak-ng itself."""
     pytest.importorskip("pocketsphinx")
-    from demo_model.evaluate import aloud, mistakes, recognised, words_of
+    from demo_model.evaluate import aloud, misheard, words_of
 
     outs = aloud(omni, 12, seed=1)
     said = [words_of(out.text) for out in outs]
-    wrong = [
-        mistakes(words, recognised(out.audio.samples, out.audio.sample_rate))
-        for words, out in zip(said, outs, strict=True)
-    ]
-    assert sum(wrong) / sum(map(len, said)) < MISTAKEN, [out.text for out in outs]
+    wrong = misheard(said, [out.audio.samples for out in outs])
+    assert wrong / sum(map(len, said)) < MISTAKEN, [out.text for out in outs]
 
 
 def test_the_examples_are_answered(omni: Omni) -> None:
@@ -70,5 +67,5 @@ def test_the_examples_are_answered(omni: Omni) -> None:
     prompts: list[Any] = [{"messages": one["messages"]} for one in examples]
     outs = omni.generate(prompts, modalities=["text", "audio"], voice="Chelsie", seed=1)
     right = [facts_of(out.text) == facts_of(one["answer"]) for out, one in zip(outs, examples, strict=True)]
-    assert sum(right) >= 3, [out.text for out in outs]  # four where it was trained; others round otherwise
+    assert sum(right) >= 3, [out.text for out in outs]  # five where it was trained; others round otherwise
     assert all(float(np.abs(out.audio.samples).max()) > 0.01 for out in outs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 import uuid
@@ -13,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from segue.media.parts import STRING, image_parts, object_of
-from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusion
+from segue.messages.diffusion import PARAMETERS, SIZE, DiffusionParams, check_diffusion
 from segue.messages.errors import InvalidRequest, SegueError, TooLarge, TooLong, shown
 from segue.messages.formats import Format, check_image_format, check_image_sides
 from segue.messages.limits import check_carried
@@ -33,7 +32,6 @@ MAX_MASK_BYTES = 4 * 1024 * 1024
 """Bytes; OpenAI's limit."""
 _PNG = b"\x89PNG\r\n\x1a\n"
 _TEXTS = ("negative_prompt", "prompt_2", "prompt_3", "negative_prompt_2", "negative_prompt_3")
-_SIZE = re.compile(r"([1-9]\d{0,8})x([1-9]\d{0,8})")
 
 
 FILE = {"anyOf": [{"type": "string"}, object_of(("image_url",), {"image_url": STRING}, ("image_url",))]}
@@ -309,7 +307,7 @@ def _check_text(name: str, text: str) -> None:
 def _with_size(size: str | None, params: DiffusionParams) -> DiffusionParams:
     if size is None or size == "auto":
         return params
-    match = _SIZE.fullmatch(size)
+    match = SIZE.fullmatch(size)
     if match is None:
         raise InvalidRequest(
             f"size is {shown(size)}; it must be WIDTHxHEIGHT in pixels, e.g. 1024x1024, or auto", field="size"
