@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.nn import functional
 
 from demo_model.captions import Caption, Edit, is_held_out, random_caption, random_edit, things_for
 from demo_model.muon import inside
-from demo_model.scenes import GROUNDS, SIDE, Canvas, Scene, canvas, clean, painted
+from demo_model.scenes import GROUNDS, SIDE, Canvas, Scene, canvas, centred, clean, painted
 from demo_model.schedule import HALF
 from demo_model.training import Limits, Part, moved, train
 from segue.models.shared.diffusion.library import LIBRARIES, AutoConfig
@@ -28,13 +29,14 @@ LAYERS = (9, 18, 27)
 """Of the text encoder: whose hidden states the pipeline takes."""
 TRAINED = (0, 1, 9, 10, 18, 19)
 """Of the text encoder's layers: all that change their input. Training runs no others."""
-SHORT, LONG = 64, 512
-"""Tokens that a prompt is padded to; the network sees the padding. `LONG` is the pipeline's default."""
+SHORT, LONG = 32, 512
+"""Tokens that a prompt is padded to, if it is not longer; the network sees the padding. `LONG` is the pipeline's
+default, and seldom seen in training."""
 DROPPED = 0.1
 """Of the captions: replaced by an empty one, for guidance."""
 NOISES = 2
 """With so many levels of noise each picture of a batch is seen."""
-SIZES = {"cpu": {"vae": 16, "flow": 32}, "cuda": {"vae": 32, "flow": 64}}
+SIZES = {"cpu": {"vae": 16, "flow": 16}, "cuda": {"vae": 32, "flow": 64}}
 """Pictures of a batch."""
 _WIDTH, _LATENTS = 64, 16
 TEXT: dict[str, Any] = {
@@ -51,9 +53,9 @@ TEXT: dict[str, Any] = {
 TRANSFORMER: dict[str, Any] = {
     "in_channels": 4 * _LATENTS,
     "num_layers": 2,
-    "num_single_layers": 5,
+    "num_single_layers": 4,
     "attention_head_dim": 32,
-    "num_attention_heads": 7,
+    "num_attention_heads": 8,
     "joint_attention_dim": len(LAYERS) * _WIDTH,
     "timestep_guidance_channels": 128,
     "mlp_ratio": 2.0,
@@ -79,6 +81,7 @@ def create(directory: Path) -> None:
     """Write everything but the weights."""
     from demo_model.questions import sentences
     from segue.models.images.flux2.tiny import KLEIN_PARTS
+    from segue.models.omni.qwen3_omni.tiny.config import ROLES
     from segue.models.shared.diffusion.tiny import QWEN_SPECIAL, QWEN_TEMPLATE, write_index
     from segue.models.shared.tiny.qwen import write_qwen_tokenizer
 
@@ -87,7 +90,7 @@ def create(directory: Path) -> None:
     (directory / "tokenizer").mkdir(parents=True, exist_ok=True)
     special = (*QWEN_SPECIAL, "<think>", "</think>")
     texts = [*texts, *sentences()]
-    words = write_qwen_tokenizer(directory / "tokenizer", special, (), texts=texts, chat_template=QWEN_TEMPLATE)
+    words = write_qwen_tokenizer(directory / "tokenizer", special, ROLES, texts=texts, chat_template=QWEN_TEMPLATE)
     ids = words.get_vocab()
     ends = {"bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"]}
     text = AutoConfig.for_model("qwen3", vocab_size=len(ids), pad_token_id=ids["<|endoftext|>"], **ends, **TEXT)
@@ -165,7 +168,7 @@ class Prompted:
 
     def __call__(self, step: int) -> Prompts:
         rng = random.Random(f"draw/{step}")
-        length, size = (LONG, max(self.size // 4, 1)) if step % 16 > 13 else (SHORT, self.size)
+        length, size = (LONG, max(self.size // 8, 1)) if step % 16 > 13 else (SHORT, self.size)
         texts: list[str] = []
         before, after = [], []
         while len(texts) < size:
@@ -173,11 +176,15 @@ class Prompted:
             if is_held_out(what):
                 continue
             seed = rng.getrandbits(32)
-            if isinstance(what, Edit):
+            ground = rng.choice(list(GROUNDS))
+            if not isinstance(what, Edit):
+                after.append(Scene(centred(things_for(what, rng)), seed, ground=what.ground or ground))
+            elif rng.random() < 0.5:
                 before.append(Scene(what.before, seed))
                 after.append(Scene(what.after, seed))
             else:
-                after.append(Scene(things_for(what, rng), seed, ground=what.ground or rng.choice(list(GROUNDS))))
+                before.append(Scene(centred(what.before), seed, ground=ground))
+                after.append(Scene(centred(what.after), seed, ground=ground))
             texts.append("" if rng.random() < DROPPED else _said(rng, str(what)))
         return Prompts(*self._encoded(texts, length), canvas(after), canvas(before) if before else None)
 
@@ -185,6 +192,7 @@ class Prompted:
         """As the pipeline does it: a turn in Qwen 3's format, padded on the right."""
         turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
         found = [one.ids for one in self.tokenizer.encode_batch([turn.format(text) for text in texts])]
+        length = max(length, -(-max(map(len, found)) // 16) * 16)
         ids = torch.full((len(found), length), self.tokenizer.token_to_id("<|endoftext|>"))
         for row, one in zip(ids, found, strict=True):
             row[: len(one)] = torch.tensor(one)
@@ -241,6 +249,8 @@ def flow_part(made: nn.ModuleDict, directory: Path, *, size: int = 64) -> Part:
         return found, {"edits" if given else "draws": found}
 
     layers = text.model.layers, transformer.transformer_blocks, transformer.single_transformer_blocks
+    for layer in chain(*layers):
+        layer.compile(dynamic=False)
     batches, [matrices, _] = Prompted(directory, size), inside(*layers)
     return Part("flow", [text, transformer], batches, loss, matrices=matrices, matrix_rate=0.006)
 

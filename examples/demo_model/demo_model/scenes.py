@@ -64,7 +64,7 @@ class Scene:
     """Seed of the background and its noise."""
     moves: tuple[tuple[int, str], ...] = ()
     ground: str | None = None
-    """A key of `GROUNDS`: a background of one colour. None: any background."""
+    """A key of `GROUNDS`: a background of one colour, and things upright in their colours. None: any background."""
 
 
 def draw_scene(rng: random.Random, fewest: int = 1, most: int = 5) -> Scene:
@@ -119,6 +119,12 @@ def placed(rng: random.Random, cell: int, size: str, colour: str, shape: str) ->
     spare = _CELL / 2 - RADII[size] - 1
     x, y = ((part + 0.5) * _CELL + rng.uniform(-spare, spare) for part in (cell % 3, cell // 3))
     return Thing(size, colour, shape, cell, x, y)
+
+
+def centred(things: Sequence[Thing]) -> tuple[Thing, ...]:
+    """Each thing in the middle of its cell."""
+    middles = [((one.cell % 3 + 0.5) * _CELL, (one.cell // 3 + 0.5) * _CELL) for one in things]
+    return tuple(replace(one, x=x, y=y) for one, (x, y) in zip(things, middles, strict=True))
 
 
 def resized(thing: Thing, size: str) -> Thing:
@@ -192,6 +198,8 @@ def _canvas(scene: Scene, most: int) -> _Arrays:
     clouds, noise = rng.random((1, 8, 8)), rng.uniform(0, 9)
     # by cell, so that a thing looks the same whatever else is in the picture
     turns, shades = rng.uniform(-0.2, 0.2, len(PLACES)), rng.integers(-14, 15, (len(PLACES), 3))
+    if scene.ground:
+        turns, shades = turns * 0, shades * 0
     looks = [
         (*outline(one.shape, turns[one.cell]), *np.clip(np.add(COLOURS[one.colour], shades[one.cell]), 0, 255))
         for one in scene.things

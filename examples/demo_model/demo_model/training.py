@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
 from demo_model.muon import Muon
@@ -174,9 +175,40 @@ def learn(part: Part, directory: Path) -> None:
         _save(left, {"weights": part.trained().state_dict()})
 
 
-def _attention(device: torch.device) -> AbstractContextManager[None]:
-    """A CPU takes three times as long for the gradient of torch's fused attention as for that of its parts."""
-    return sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
+def _attention(device: torch.device) -> AbstractContextManager[Any]:
+    return _PlainAttention() if device.type == "cpu" else nullcontext()
+
+
+class _PlainAttention(TorchFunctionMode):
+    """Computes attention as the product of its parts: a CPU takes twice to four times as long for the gradient of
+    torch's, and what is compiled of it has gradients that are not finite (2.11, `SDPBackend.MATH`)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = _attended if func is functional.scaled_dot_product_attention else func
+        return plain(*args, **(kwargs or {}))
+
+
+def _attended(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`functional.scaled_dot_product_attention`, but for dropout."""
+    if enable_gqa:
+        key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+    scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.mT
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return torch.softmax(scores, -1) @ value
 
 
 def _logged(log: Path, name: str) -> int:
