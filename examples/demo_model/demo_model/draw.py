@@ -249,8 +249,6 @@ def flow_part(made: nn.ModuleDict, directory: Path, *, size: int = 64) -> Part:
         return found, {"edits" if given else "draws": found}
 
     layers = text.model.layers, transformer.transformer_blocks, transformer.single_transformer_blocks
-    for layer in chain(*layers):
-        layer.compile(dynamic=False)
     batches, [matrices, _] = Prompted(directory, size), inside(*layers)
     return Part("flow", [text, transformer], batches, loss, matrices=matrices, matrix_rate=0.006)
 
@@ -307,6 +305,9 @@ def main() -> None:
     parser.add_argument("--steps", type=float, default=math.inf, help="of each stage, where there is time enough")
     parser.add_argument("--vae-share", type=float, default=0.3, help="of the minutes; 0 leaves the VAE as it is")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--compile", action="store_true", help="needs a C++ compiler and minutes, then steps are faster"
+    )
     parser.add_argument("--workers", type=int, default=4, help="processes that make data")
     options = parser.parse_args()
     directory, device, training = options.directory, options.device, options.directory / "training"
@@ -316,6 +317,11 @@ def main() -> None:
     if math.inf == options.minutes == options.steps:
         parser.error("give --minutes or --steps")
     made = networks(directory).to(device)
+    if options.compile:
+        transformer = made["transformer"]
+        blocks = transformer.transformer_blocks, transformer.single_transformer_blocks
+        for layer in chain(made["text_encoder"].model.layers, *blocks):
+            layer.compile(dynamic=False)
     for name, part, share in (("vae", vae_part, options.vae_share), ("flow", flow_part, 1 - options.vae_share)):
         if share > 0:
             limits, where = Limits(options.steps, options.minutes * share), torch.device(device)

@@ -208,6 +208,24 @@ def test_sound_becomes_spectra_and_codes(untrained: Path, model: Any) -> None:
     assert whole.shape[1] == clip.shape[1] - codec.LOST
 
 
+@pytest.mark.parametrize("kind", ["none", "causal", "visible", "added"])
+def test_plain_attention_is_the_librarys(kind: str) -> None:
+    from demo_model.training import _PlainAttention
+
+    query, key, value = (torch.randn(2, heads, 5, 8) for heads in (4, 2, 2))
+    masks: dict[str, dict[str, Any]] = {
+        "none": {},
+        "causal": {"is_causal": True},
+        "visible": {"attn_mask": torch.rand(2, 1, 5, 5) < 0.5 + torch.eye(5)},
+        "added": {"attn_mask": torch.randn(2, 1, 5, 5), "scale": 0.3},
+    }
+    attend = torch.nn.functional.scaled_dot_product_attention
+    wanted = attend(query, key, value, enable_gqa=True, **masks[kind])
+    with _PlainAttention():
+        found = attend(query, key, value, enable_gqa=True, **masks[kind])
+    torch.testing.assert_close(found, wanted)
+
+
 def test_words_are_counted_as_mistaken_once() -> None:
     pytest.importorskip("espeakng_loader")
     from demo_model.evaluate import mistakes
