@@ -160,7 +160,7 @@ class Prompts:
 
 
 class Prompted:
-    """Makes batches of `Prompts`, none of them held out: captions, and in every other step edits."""
+    """Makes batches of `Prompts`, none of them held out: captions, and in every third step edits."""
 
     def __init__(self, directory: Path, size: int) -> None:
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer" / "tokenizer.json"))
@@ -172,7 +172,7 @@ class Prompted:
         texts: list[str] = []
         before, after = [], []
         while len(texts) < size:
-            what: Caption | Edit = random_edit(rng) if step % 2 else random_caption(rng)
+            what: Caption | Edit = random_edit(rng) if step % 3 == 2 else random_caption(rng)
             if is_held_out(what):
                 continue
             seed = rng.getrandbits(32)
@@ -290,7 +290,7 @@ def measure(made: nn.ModuleDict, directory: Path) -> None:
     """Set the statistics by which latents are normalised."""
     vae, batches = made["vae"], Prompted(directory, 32)
     seen = []
-    for step in range(0, 8, 2):
+    for step in range(0, 12, 3):
         pictures = _scaled(clean(moved(batches(step).after, vae.device)))
         seen.append(functional.pixel_unshuffle(vae.encode(pictures).latent_dist.mode(), 2))
     features = torch.cat(seen).transpose(0, 1).flatten(1)

@@ -22,13 +22,14 @@ from demo_model.quality import write
 from demo_model.questions import NUMBERS, facts_of
 from demo_model.scenes import SIDE, Scene, picture
 from segue import Omni
+from segue.messages.diffusion import STEP_CACHES
 from segue.models.shared.diffusion.library import LIBRARIES
 
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "as published": ({}, {}),
     "bfloat16": ({"dtype": "bfloat16"}, {}),
     "int8": ({"quantization": "int8"}, {}),
-    "taylorseer": ({}, {"step_cache": "taylorseer"}),
+    **{cache: ({}, {"step_cache": cache}) for cache in STEP_CACHES},
 }
 """Arguments of `Omni`, and of each picture."""
 

@@ -181,7 +181,7 @@ def _attention(device: torch.device) -> AbstractContextManager[Any]:
 
 class _PlainAttention(TorchFunctionMode):
     """Computes attention as the product of its parts: a CPU takes twice to four times as long for the gradient of
-    torch's, and what is compiled of it has gradients that are not finite (2.11, `SDPBackend.MATH`)."""
+    torch's, and what is compiled of it has gradients that are not finite (2.13, `SDPBackend.MATH`)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plain = _attended if func is functional.scaled_dot_product_attention else func
