@@ -176,15 +176,14 @@ class Prompted:
             if is_held_out(what):
                 continue
             seed = rng.getrandbits(32)
-            ground = rng.choice(list(GROUNDS))
-            if not isinstance(what, Edit):
-                after.append(Scene(centred(things_for(what, rng)), seed, ground=what.ground or ground))
-            elif rng.random() < 0.5:
-                before.append(Scene(what.before, seed))
-                after.append(Scene(what.after, seed))
+            ground: str | None = rng.choice(list(GROUNDS))
+            if isinstance(what, Edit):  # of such drawings, and of any picture
+                shown, ground = [what.before, what.after], rng.choice([ground, None])
             else:
-                before.append(Scene(centred(what.before), seed, ground=ground))
-                after.append(Scene(centred(what.after), seed, ground=ground))
+                shown, ground = [things_for(what, rng)], what.ground or ground
+            *given, wanted = (Scene(centred(one) if ground else one, seed, ground=ground) for one in shown)
+            before += given
+            after.append(wanted)
             texts.append("" if rng.random() < DROPPED else _said(rng, str(what)))
         return Prompts(*self._encoded(texts, length), canvas(after), canvas(before) if before else None)
 

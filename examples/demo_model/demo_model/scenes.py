@@ -117,24 +117,27 @@ def clip(scene: Scene) -> np.ndarray:
 def placed(rng: random.Random, cell: int, size: str, colour: str, shape: str) -> Thing:
     """A thing anywhere in a cell."""
     spare = _CELL / 2 - RADII[size] - 1
-    x, y = ((part + 0.5) * _CELL + rng.uniform(-spare, spare) for part in (cell % 3, cell // 3))
+    x, y = (middle + rng.uniform(-spare, spare) for middle in _middle(cell))
     return Thing(size, colour, shape, cell, x, y)
 
 
 def centred(things: Sequence[Thing]) -> tuple[Thing, ...]:
     """Each thing in the middle of its cell."""
-    middles = [((one.cell % 3 + 0.5) * _CELL, (one.cell // 3 + 0.5) * _CELL) for one in things]
-    return tuple(replace(one, x=x, y=y) for one, (x, y) in zip(things, middles, strict=True))
+    return tuple(replace(one, x=x, y=y) for one in things for x, y in [_middle(one.cell)])
 
 
 def resized(thing: Thing, size: str) -> Thing:
     """The thing in another size, as near to where it was as its cell allows."""
     spare = _CELL / 2 - RADII[size] - 1
-    middles = ((thing.cell % 3 + 0.5) * _CELL, (thing.cell // 3 + 0.5) * _CELL)
     x, y = (
-        min(max(at, middle - spare), middle + spare) for at, middle in zip((thing.x, thing.y), middles, strict=True)
+        min(max(at, middle - spare), middle + spare)
+        for at, middle in zip((thing.x, thing.y), _middle(thing.cell), strict=True)
     )
     return replace(thing, size=size, x=x, y=y)
+
+
+def _middle(cell: int) -> tuple[float, float]:
+    return (cell % 3 + 0.5) * _CELL, (cell // 3 + 0.5) * _CELL
 
 
 def _thing(rng: random.Random, cell: int, colours: list[str], shapes: tuple[str, ...] | list[str]) -> Thing:
@@ -197,9 +200,8 @@ def _canvas(scene: Scene, most: int) -> _Arrays:
     mixing = [*(float(kind == one) for one in _BACKGROUNDS[1:]), *slopes, rng.uniform(20, 60)]
     clouds, noise = rng.random((1, 8, 8)), rng.uniform(0, 9)
     # by cell, so that a thing looks the same whatever else is in the picture
-    turns, shades = rng.uniform(-0.2, 0.2, len(PLACES)), rng.integers(-14, 15, (len(PLACES), 3))
-    if scene.ground:
-        turns, shades = turns * 0, shades * 0
+    varied = 0 if scene.ground else 1
+    turns, shades = varied * rng.uniform(-0.2, 0.2, len(PLACES)), varied * rng.integers(-14, 15, (len(PLACES), 3))
     looks = [
         (*outline(one.shape, turns[one.cell]), *np.clip(np.add(COLOURS[one.colour], shades[one.cell]), 0, 255))
         for one in scene.things

@@ -176,10 +176,10 @@ def learn(part: Part, directory: Path) -> None:
 
 
 def _attention(device: torch.device) -> AbstractContextManager[Any]:
-    return _PlainAttention() if device.type == "cpu" else nullcontext()
+    return PlainAttention() if device.type == "cpu" else nullcontext()
 
 
-class _PlainAttention(TorchFunctionMode):
+class PlainAttention(TorchFunctionMode):
     """Computes attention as the product of its parts: a CPU takes twice to four times as long for the gradient of
     torch's, and what is compiled of it has gradients that are not finite (2.13, `SDPBackend.MATH`)."""
 
@@ -198,7 +198,8 @@ def _attended(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`functional.scaled_dot_product_attention`, but for dropout."""
+    """`functional.scaled_dot_product_attention`, without dropout."""
+    assert not dropout_p
     if enable_gqa:
         key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
     scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.mT

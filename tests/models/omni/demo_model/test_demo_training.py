@@ -210,7 +210,7 @@ def test_sound_becomes_spectra_and_codes(untrained: Path, model: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["none", "causal", "visible", "added"])
 def test_plain_attention_is_the_librarys(kind: str) -> None:
-    from demo_model.training import _PlainAttention
+    from demo_model.training import PlainAttention
 
     query, key, value = (torch.randn(2, heads, 5, 8) for heads in (4, 2, 2))
     masks: dict[str, dict[str, Any]] = {
@@ -221,7 +221,7 @@ def test_plain_attention_is_the_librarys(kind: str) -> None:
     }
     attend = torch.nn.functional.scaled_dot_product_attention
     wanted = attend(query, key, value, enable_gqa=True, **masks[kind])
-    with _PlainAttention():
+    with PlainAttention():
         found = attend(query, key, value, enable_gqa=True, **masks[kind])
     torch.testing.assert_close(found, wanted)
 
