@@ -344,7 +344,7 @@ def _sum(scene: Scene, rng: random.Random) -> tuple[str, _Answer]:
 
 _OF_PICTURE: list[Maker] = [_count, _colour, _shape, _where, _size, _what, _is_there, _beside, _describe, _unknown]
 _WEIGHTS = [4, 2, 2, 2, 1, 3, 2, 2, 4, 1]
-_HARDER = [7, 4, 2, 2, 1, 2, 3, 3, 4, 1]
+_HARDER = [8, 4, 2, 2, 1, 3, 3, 2, 3, 1]
 _OF_CLIP: list[Maker] = [_moves, _direction, _first, _does_it]
 _OF_NOTHING: list[Maker] = [_hello, _unknown, _my_name, _digits, _sum]
 

@@ -40,7 +40,7 @@ from demo_model.training import Part
 TOKEN = PATCH * MERGE
 """Pixels of a picture's side that one token stands for."""
 GRID = SIDE // TOKEN
-KINDS = ("picture", "clip", "picture", "clip", "nothing")
+KINDS = ("picture", "clip", "picture", "picture", "nothing")
 """Of the steps' batches, in turn."""
 _IGNORED = -100
 _BALANCE = 0.01
@@ -316,7 +316,7 @@ def encoder_part(model: Any, *, size: int = 96) -> Part:
     )
 
 
-def answers_part(model: Any, model_dir: Path, *, size: int = 32, questions: int = 6) -> Part:
+def answers_part(model: Any, model_dir: Path, *, size: int = 32, questions: int = 8) -> Part:
     """Trains the language model, and the vision encoder slowly: at first it would only lose what it has learned."""
     text = read_as_drawn(model)
     matrices, stacks = inside(text.layers)
