@@ -3,19 +3,22 @@
     python examples/demo.py MODEL_DIR OUT_DIR
 
 Starts `segue serve` on a free port and asks for text and speech, streamed and whole: what the model's own
-examples ask, or else about text, a photo, a voice clip and a video with an audio track. Says which answers are right,
-where that is known. Writes a transcript, WAV files, what was shown, and a timeline image of the stages.
+examples ask, or else about text, a photo, a voice clip and a video with an audio track. With segue-shapes, a second
+server draws and edits pictures. Says which answers are right, where that is known. Writes a transcript, WAV files, what
+was shown and drawn, and a timeline image of the stages.
 """
 
 from __future__ import annotations
 
 import base64
+import io
 import signal
 import subprocess
 import sys
 import time
 import wave
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,12 +28,17 @@ import matplotlib
 matplotlib.use("Agg")
 sys.path.insert(0, str(Path(__file__).parent / "demo_model"))
 import httpx
+import numpy as np
+from demo_model.pixels import follows
 from demo_model.questions import facts_of
 from matplotlib import pyplot as plt
 from openai import OpenAI
+from PIL import Image
 
 MODEL = "demo"
-ASSETS = Path(__file__).parent.parent / "assets"
+HERE = Path(__file__).resolve().parent
+ASSETS = HERE.parent / "assets"
+ANSWERS, DRAWS = HERE / "segue-shapes", HERE / "segue-draws"
 SAMPLE_RATE = 24000
 SPOKEN = ("text", "audio")
 SHADES = {"queue": 0.12, "first": 0.5, "run": 1.0}
@@ -97,14 +105,30 @@ class Shown:
         return facts_of(self.text) == wanted if wanted else None
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """A picture that was asked for. `before`: what was to be edited; `right`: whether it shows what it should."""
+
+    name: str
+    prompt: str
+    before: bytes | None
+    picture: bytes
+    seconds: float
+    right: bool
+
+
 def data_url(path: Path, kind: str) -> str:
     return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
+def offered(url: str) -> list[dict[str, Any]]:
+    """The server's own examples."""
+    return httpx.get(f"{url}/page/examples").raise_for_status().json()["data"]
+
+
 def asks(url: str) -> list[Ask]:
     """What the server offers as the model's own examples; of a model without any, one request of each kind."""
-    offered = httpx.get(f"{url}/page/examples").raise_for_status().json()["data"]
-    if own := [example(one) for one in offered if "messages" in one]:
+    if own := [example(one) for one in offered(url) if "messages" in one]:
         return own
     found = [Ask(f"{name} → text + speech, streamed", of_user(parts)) for name, parts in prompts().items()]
     text = of_user(prompts()["text"])
@@ -194,6 +218,43 @@ def streamed(client: OpenAI, ask: Ask) -> Shown:
     return shown
 
 
+def drawn(url: str) -> Iterator[Drawn]:
+    """What the server offers as examples, drawn, and judged by plain checks of the pixels."""
+    client = client_of(url)
+    for example in offered(url):
+        asked: dict[str, Any] = {"model": MODEL, "prompt": example["prompt"], "size": example["size"]}
+        asked["extra_body"] = {"num_inference_steps": example["steps"], "seed": 7}
+        before = base64.b64decode(example["image"].partition(",")[2]) if "image" in example else None
+        sent = time.monotonic()
+        if before:
+            answer = client.images.edit(image=("before.png", before, "image/png"), **asked)
+        else:
+            answer = client.images.generate(**asked)
+        seconds = time.monotonic() - sent
+        picture = base64.b64decode(answer.data[0].b64_json)
+        right = follows(example, np.asarray(Image.open(io.BytesIO(picture)).convert("RGB")))
+        yield Drawn(example["title"], example["prompt"], before, picture, seconds, right)
+
+
+def client_of(url: str) -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+@contextmanager
+def served(model_dir: Path) -> Iterator[str]:
+    """Start a server, and give its address; stop it in the end."""
+    began = time.monotonic()
+    command = ["serve", str(model_dir), "--port", "0", "--name", MODEL, "--log-level", "warning"]
+    server = subprocess.Popen([sys.executable, "-m", "segue.cli", *command], stdout=subprocess.PIPE, text=True)
+    try:
+        url = wait_ready(server)
+        print(f"\n{model_dir.name}: ready after {time.monotonic() - began:.1f} s at {url}\n")
+        yield url
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait()
+
+
 def wait_ready(server: subprocess.Popen[str]) -> str:
     """The address that the server prints when every stage is ready. Exits if the server does not start."""
     assert server.stdout is not None
@@ -211,7 +272,7 @@ def write_wav(path: Path, pcm: bytes) -> None:
         out.writeframes(pcm)
 
 
-def draw(shown: list[Shown], path: Path) -> None:
+def draw_timeline(shown: list[Shown], path: Path) -> None:
     """Draw a timeline: one panel per request, one bar per stage, lighter when the stage did less."""
     figure, panels = plt.subplots(len(shown), 1, figsize=(9, 1.5 * len(shown)), sharex=True, squeeze=False)
     known = ["input", "encoder", "thinker", "talker", "vocoder", "output"]
@@ -235,18 +296,9 @@ def draw(shown: list[Shown], path: Path) -> None:
 
 def main(model_dir: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
-    command = ["serve", str(model_dir), "--port", "0", "--name", MODEL, "--log-level", "warning"]
-    server = subprocess.Popen([sys.executable, "-m", "segue.cli", *command], stdout=subprocess.PIPE, text=True)
-    try:
-        url = wait_ready(server)
-        print(f"\nready after {time.monotonic() - began:.1f} s at {url}\n")
-        client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    with served(model_dir) as url:
+        client = client_of(url)
         shown = [(streamed if ask.stream else whole)(client, ask) for ask in asks(url)]
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait()
-
     print(f"{'request':42} {'JCT':>7} {'TTFT':>7} {'TTFA':>7} {'RTF':>6} {'audio':>7}")
     for one in shown:
         cells = [f"{value:6.2f}s" if value is not None else "      –" for value in (one.jct, one.ttft, one.ttfa)]
@@ -257,12 +309,32 @@ def main(model_dir: Path, out: Path) -> None:
         if one.right is not None:
             mark = "right" if one.right else f"wrong; right is: {one.ask.answer}"
             print(f"{one.ask.name}: {one.ask.written}\n    {one.text}  [{mark}]")
-    write_transcript(shown, out)
-    draw(shown, out / "timeline.png")
-    judged = [one.right for one in shown if one.right is not None]
-    if judged:
+    if judged := [one.right for one in shown if one.right is not None]:
         print(f"\n{sum(judged)} of {len(judged)} answers are right")
-    print(f"\n{out}/: transcript.md, timeline.png, {sum(bool(one.pcm) for one in shown)} WAV files")
+    write_transcript(shown, out)
+    draw_timeline(shown, out / "timeline.png")
+    written = f"transcript.md, timeline.png, {sum(bool(one.pcm) for one in shown)} WAV files"
+    if model_dir.resolve() == ANSWERS:
+        written += f", {draw_examples(out, len(shown))} pictures"
+    print(f"\n{out}/: {written}")
+
+
+def draw_examples(out: Path, first: int) -> int:
+    """Ask the model that draws for its examples, and add them to the transcript, numbered from `first`. Their count."""
+    pictures = []
+    with served(DRAWS) as url:
+        for number, one in enumerate(drawn(url), first):
+            pictures.append(one)
+            print(f"{one.name}: {one.prompt}  [{one.seconds:.1f} s, {'right' if one.right else 'wrong'}]")
+            part = f"\n## {one.name}\n\n> {one.prompt}\n\n"
+            for name, data in ((f"{number}-asked.png", one.before), (f"{number}-drawn.png", one.picture)):
+                if data:
+                    (out / name).write_bytes(data)
+                    part += f"![{name}]({name})\n\n"
+            with (out / "transcript.md").open("a") as file:
+                file.write(part + ("Right.\n" if one.right else "Wrong.\n"))
+    print(f"\n{sum(one.right for one in pictures)} of {len(pictures)} pictures are right")
+    return len(pictures)
 
 
 def write_transcript(shown: list[Shown], out: Path) -> None:

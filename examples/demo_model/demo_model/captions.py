@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 from demo_model.questions import NUMBERS
-from demo_model.scenes import COLOURS, GROUNDS, PLACES, RADII, SHAPES, Thing, placed, resized
+from demo_model.scenes import COLOURS, GROUNDS, PLACES, RADII, SHAPES, Scene, Thing, centre
 
 MOST = 5
 """Things in one picture."""
@@ -22,6 +22,8 @@ RELATIONS: dict[str, Callable[[Thing, Thing], bool]] = {
     "to the left of": lambda one, other: one.cell % 3 < other.cell % 3,
     "to the right of": lambda one, other: one.cell % 3 > other.cell % 3,
 }
+_SPREAD = {1: (1,), 2: (0, 2), 3: (0, 1, 2)}
+"""Where in a row so many things stand."""
 _WHERE = {
     name: f"{'in' if name == 'middle' else 'at' if name in ('top', 'bottom') else 'on'} the {name}" for name in PLACES
 }
@@ -131,68 +133,86 @@ def random_caption(rng: random.Random) -> Caption:
 
 
 def things_for(caption: Caption, rng: random.Random) -> tuple[Thing, ...]:
-    """Things that a caption describes."""
-    wanted = [group for group in caption.groups for _ in range(group.count)]
-    while True:
-        cells = rng.sample(range(len(PLACES)), len(wanted))
-        for index, group in enumerate(wanted):
-            if group.place:
-                cells[index] = PLACES.index(group.place)
-        if len(set(cells)) < len(cells):
-            continue
-        things = tuple(
-            placed(
-                rng,
-                cell,
-                group.size or rng.choice(list(RADII)),
-                group.colour or rng.choice(list(COLOURS)),
-                group.shape or rng.choice(SHAPES),
-            )
-            for group, cell in zip(wanted, cells, strict=True)
-        )
-        if caption.relation is None or caption.is_shown(things):
-            return things
+    """Things that a caption describes, set out tidily: big, each in the middle of its cell, and where the words leave
+    the places open always in the same ones, so that a picture depends on little else than its words."""
+    things = []
+    for group, cells in zip(caption.groups, _laid_out(caption), strict=True):
+        colour, shape = group.colour or rng.choice(list(COLOURS)), group.shape or rng.choice(SHAPES)
+        things += [Thing(group.size or "big", colour, shape, cell, *centre(cell)) for cell in cells]
+    return tuple(things)
+
+
+def _laid_out(caption: Caption) -> list[list[int]]:
+    """The cells of each group: those stated, or a row or two of its own; a column where the relation is sideways."""
+    used = {PLACES.index(group.place) for group in caption.groups if group.place}
+    found = []
+    for index, group in enumerate(caption.groups):
+        if group.place:
+            cells = [PLACES.index(group.place)]
+        else:
+            cells = next(line for line in _lines(index, caption, group.count) if used.isdisjoint(line))
+        used.update(cells)
+        found.append(cells)
+    return found
+
+
+def _lines(index: int, caption: Caption, count: int) -> Iterator[list[int]]:
+    """Cells for `count` things of the group `index`, the best first. `across` and `along` a line: how much a cell's
+    number grows by a step."""
+    groups = len(caption.groups)
+    first = {1: 1, 2: 2 * index, 3: index}[groups]
+    lines = sorted(range(3), key=lambda line: abs(line - first))
+    if caption.relation in ("below", "to the right of"):
+        lines = [2 - line for line in lines]
+    across, along = (1, 3) if caption.relation in ("to the left of", "to the right of") else (3, 1)
+    if count < 4:
+        yield from ([across * line + along * at for at in _SPREAD[count]] for line in lines)
+    else:
+        pairs = [(0, 2)] if groups == 1 else combinations(lines, 2)
+        yield from (sorted(across * line + along * at for line in pair for at in _SPREAD[2]) for pair in pairs)
 
 
 @dataclass(frozen=True)
 class Edit:
-    """`text`: what is to be done with `before`; `after`: the things in the picture then."""
+    """`text`: what is to be done with `before`; `after`: the things in the picture then, on the same background."""
 
     text: str
     before: tuple[Thing, ...]
     after: tuple[Thing, ...]
+    ground: str | None = None
 
     def __str__(self) -> str:
         return self.text
 
 
 def random_edit(rng: random.Random) -> Edit:
-    """An instruction about a random scene: a new colour, size, shape or place of a thing, one more or one less."""
-    cells = rng.sample(range(len(PLACES)), rng.randint(1, MOST - 1))
-    before = tuple(
-        placed(rng, cell, rng.choice(list(RADII)), rng.choice(list(COLOURS)), rng.choice(SHAPES)) for cell in cells
+    """An instruction about a random drawing: a new colour, size, shape or place of a thing, one more or one less."""
+    things = tuple(
+        Thing(rng.choice(list(RADII)), rng.choice(list(COLOURS)), rng.choice(SHAPES), cell, *centre(cell))
+        for cell in rng.sample(range(len(PLACES)), rng.randint(2, MOST))
     )
-    kind = rng.choice(["colour", "all", "size", "shape", "place", "less", "more"])
-    free = rng.choice([cell for cell in range(len(PLACES)) if cell not in cells])
-    new = placed(rng, free, rng.choice(list(RADII)), rng.choice(list(COLOURS)), rng.choice(SHAPES))
+    before, new = things[:-1], things[-1]
+    kind, ground = rng.choice(["colour", "all", "size", "shape", "place", "less", "more"]), rng.choice(list(GROUNDS))
     if kind == "more":
-        return Edit(f"add {Group(1, new.size, new.colour, new.shape, new.place)}", before, (*before, new))
+        return Edit(f"add {Group(1, new.size, new.colour, new.shape, new.place)}", before, things, ground)
     if kind == "all":
-        return Edit(f"make everything {new.colour}", before, tuple(replace(one, colour=new.colour) for one in before))
+        after = tuple(replace(one, colour=new.colour) for one in before)
+        return Edit(f"make everything {new.colour}", before, after, ground) if after != before else random_edit(rng)
     thing = rng.choice(before)
     name = _name(thing, before, rng)
     if name is None:
         return random_edit(rng)
     text, changed = {
         "colour": (f"make {name} {new.colour}", replace(thing, colour=new.colour)),
-        "size": (f"make {name} {new.size}", resized(thing, new.size)),
+        "size": (f"make {name} {new.size}", replace(thing, size=new.size)),
         "shape": (f"turn {name} into {Group(shape=new.shape)}", replace(thing, shape=new.shape)),
-        "place": (f"move {name} to the {new.place}", placed(rng, free, thing.size, thing.colour, thing.shape)),
+        "place": (f"move {name} to the {new.place}", replace(thing, cell=new.cell, x=new.x, y=new.y)),
         "less": (f"remove {name}", None),
     }[kind]
     if changed == thing or (changed is None and len(before) == 1):
         return random_edit(rng)
-    return Edit(text, before, tuple(one for one in (changed if one is thing else one for one in before) if one))
+    after = tuple(one for one in (changed if one is thing else one for one in before) if one)
+    return Edit(text, before, after, ground)
 
 
 def _name(thing: Thing, things: Sequence[Thing], rng: random.Random) -> str | None:
@@ -206,8 +226,14 @@ def _name(thing: Thing, things: Sequence[Thing], rng: random.Random) -> str | No
     return None
 
 
+def drawing(things: tuple[Thing, ...], seed: int, ground: str | None = None) -> Scene:
+    """A picture of the sort that is drawn and edited: on one colour, dark or pale by the seed if that is not stated."""
+    return Scene(things, seed, ground=ground or list(GROUNDS)[seed % len(GROUNDS)])
+
+
 def is_held_out(what: Caption | Edit) -> bool:
-    """Whether no training may see a caption, or an edit of a scene that looks alike."""
+    """Whether no training may see a caption's words, or an edit of a scene that looks alike. Other words may have meant
+    what a held-out caption says."""
     looks = sorted((one.size, one.colour, one.shape, one.cell) for one in what.before) if isinstance(what, Edit) else ""
     return zlib.crc32(f"{what} {looks}".encode()) % HELD_OUT == 0
 

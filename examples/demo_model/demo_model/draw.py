@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from demo_model.captions import Caption, Edit, is_held_out, random_caption, random_edit, things_for
+from demo_model.captions import Caption, Edit, drawing, is_held_out, random_caption, random_edit, things_for
 from demo_model.muon import inside
-from demo_model.scenes import GROUNDS, SIDE, Canvas, Scene, canvas, centred, clean, painted
+from demo_model.pixels import STEPS
+from demo_model.scenes import SIDE, Canvas, Scene, canvas, clean, painted
 from demo_model.schedule import HALF
 from demo_model.training import Limits, Part, moved, train
+from demo_model.words import encoded, said, words_part
 from segue.models.shared.diffusion.library import LIBRARIES, AutoConfig
 
 LAYERS = (9, 18, 27)
@@ -32,12 +35,19 @@ TRAINED = (0, 1, 9, 10, 18, 19)
 SHORT, LONG = 32, 512
 """Tokens that a prompt is padded to, if it is not longer; the network sees the padding. `LONG` is the pipeline's
 default, and seldom seen in training."""
-DROPPED = 0.1
-"""Of the captions: replaced by an empty one, for guidance."""
+INEXACT = 0.4
+"""Noise of the latents from which the decoder learns, at most, relative to their own deviation."""
+SHIFT = 2.0
+"""Of the levels of noise: the pipeline takes more steps where there is much."""
 NOISES = 2
 """With so many levels of noise each picture of a batch is seen."""
-SIZES = {"cpu": {"vae": 16, "flow": 16}, "cuda": {"vae": 32, "flow": 64}}
-"""Pictures of a batch."""
+SIZES = {
+    "cpu": {"vae": 16, "words": 192, "flow": 16, "decoder": 16},
+    "cuda": {"vae": 32, "words": 512, "flow": 64, "decoder": 32},
+}
+"""Pictures, or texts, of a batch."""
+SHARES = {"vae": 0.25, "words": 0.05, "flow": 0.6, "decoder": 0.1}
+"""Parts, in an order in which each finds what it needs, and their shares of the time."""
 _WIDTH, _LATENTS = 64, 16
 TEXT: dict[str, Any] = {
     "hidden_size": _WIDTH,
@@ -99,8 +109,8 @@ def create(directory: Path) -> None:
     with torch.device("meta"):
         for name, settings in (("transformer", TRANSFORMER), ("vae", VAE)):
             PARTS[name](**settings).save_config(directory / name)
-    _LIBRARY.FlowMatchEulerDiscreteScheduler(shift=2.0).save_pretrained(directory / "scheduler")
-    write_index(directory, "Flux2KleinPipeline", KLEIN_PARTS, is_distilled=False)
+    _LIBRARY.FlowMatchEulerDiscreteScheduler(shift=SHIFT).save_pretrained(directory / "scheduler")
+    write_index(directory, "Flux2KleinPipeline", KLEIN_PARTS, is_distilled=True)
 
 
 def networks(directory: Path, seed: int = 0) -> nn.ModuleDict:
@@ -160,47 +170,34 @@ class Prompts:
 
 
 class Prompted:
-    """Makes batches of `Prompts`, none of them held out: captions, and in every third step edits."""
+    """Makes batches of `Prompts`, none of them held out: captions, and in two steps of three edits. Two of sixteen have
+    `longest` tokens, and fewer prompts."""
 
-    def __init__(self, directory: Path, size: int) -> None:
-        self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer" / "tokenizer.json"))
-        self.size = size
+    def __init__(self, directory: Path, size: int, longest: int = LONG) -> None:
+        self.tokenizer, self.size, self.longest = _tokenizer(directory), size, longest
 
     def __call__(self, step: int) -> Prompts:
         rng = random.Random(f"draw/{step}")
-        length, size = (LONG, max(self.size // 8, 1)) if step % 16 > 13 else (SHORT, self.size)
+        length = self.longest if step % 16 > 13 else SHORT
+        size = self.size if length == SHORT else max(self.size // 8, 1)
         texts: list[str] = []
-        before, after = [], []
+        before: list[Scene] = []
+        after: list[Scene] = []
         while len(texts) < size:
-            what: Caption | Edit = random_edit(rng) if step % 3 == 2 else random_caption(rng)
+            what: Caption | Edit = random_edit(rng) if step % 3 else random_caption(rng)
             if is_held_out(what):
                 continue
             seed = rng.getrandbits(32)
-            ground: str | None = rng.choice(list(GROUNDS))
-            if isinstance(what, Edit):  # of such drawings, and of any picture
-                shown, ground = [what.before, what.after], rng.choice([ground, None])
-            else:
-                shown, ground = [things_for(what, rng)], what.ground or ground
-            *given, wanted = (Scene(centred(one) if ground else one, seed, ground=ground) for one in shown)
-            before += given
-            after.append(wanted)
-            texts.append("" if rng.random() < DROPPED else _said(rng, str(what)))
-        return Prompts(*self._encoded(texts, length), canvas(after), canvas(before) if before else None)
-
-    def _encoded(self, texts: list[str], length: int) -> tuple[Tensor, Tensor]:
-        """As the pipeline does it: a turn in Qwen 3's format, padded on the right."""
-        turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-        found = [one.ids for one in self.tokenizer.encode_batch([turn.format(text) for text in texts])]
-        length = max(length, -(-max(map(len, found)) // 16) * 16)
-        ids = torch.full((len(found), length), self.tokenizer.token_to_id("<|endoftext|>"))
-        for row, one in zip(ids, found, strict=True):
-            row[: len(one)] = torch.tensor(one)
-        return ids, torch.arange(length) < torch.tensor([[len(one)] for one in found])
+            if isinstance(what, Edit):
+                before.append(drawing(what.before, seed, what.ground))
+            things = what.after if isinstance(what, Edit) else things_for(what, rng)
+            after.append(drawing(things, seed, what.ground))
+            texts.append(said(rng, str(what)))
+        return Prompts(*encoded(self.tokenizer, texts, length), canvas(after), canvas(before) if before else None)
 
 
-def _said(rng: random.Random, text: str) -> str:
-    """With or without a capital and a full stop."""
-    return (text[0].upper() + text[1:] if rng.random() < 0.4 else text) + ("." if rng.random() < 0.3 else "")
+def _tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(directory / "tokenizer" / "tokenizer.json"))
 
 
 # what is learned
@@ -213,43 +210,98 @@ def vae_part(made: nn.ModuleDict, directory: Path, *, size: int = 32) -> Part:
         wanted = _scaled(clean(batch.after))
         spread = made["vae"].encode(_seen(batch.after)).latent_dist
         decoded = made["vae"].decode(spread.mean + spread.std * torch.randn_like(spread.mean)).sample
-        away = (decoded - wanted).abs()
-        weight = 1 + 4 * (wanted.amax(1, keepdim=True) - wanted.amin(1, keepdim=True))
-        edges = [(decoded.diff(dim=axis) - wanted.diff(dim=axis)).abs().mean() for axis in (2, 3)]
         kl = (spread.mean.square() + spread.var - 1 - spread.logvar).mean() / 2
-        return (weight * away).mean() + edges[0] + edges[1] + 1e-4 * kl, {"away": away.mean(), "kl": kl}
+        return _unlike(decoded, wanted) + 1e-4 * kl, {"away": (decoded - wanted).abs().mean(), "kl": kl}
 
-    matrices = [one for one in made["vae"].parameters() if one.ndim > 1 and min(one.shape[:2]) > 3]
-    return Part("vae", [made["vae"]], Prompted(directory, size), loss, matrices=matrices, matrix_rate=0.005)
+    batches, matrices = Prompted(directory, size, SHORT), _matrices(made["vae"])
+    return Part("vae", [made["vae"]], batches, loss, matrices=matrices, matrix_rate=0.005)
+
+
+def decoder_part(made: nn.ModuleDict, directory: Path, *, size: int = 32) -> Part:
+    """Trains the VAE's decoder further, to make clean shapes of latents that are not exact: the denoiser's."""
+    vae = made["vae"]
+
+    def loss(batch: Prompts, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        wanted = _scaled(clean(batch.after))
+        with torch.no_grad():
+            latents = vae.encode(wanted).latent_dist.mode()
+            spread = torch.rand(len(latents), 1, 1, 1, device=latents.device) * INEXACT
+            latents = latents + spread * latents.std((0, 2, 3), keepdim=True) * torch.randn_like(latents)
+        decoded = vae.decode(latents).sample
+        return _unlike(decoded, wanted), {"away": (decoded - wanted).abs().mean()}
+
+    modules, batches = [vae.decoder, vae.post_quant_conv], Prompted(directory, size, SHORT)
+    return Part("decoder", modules, batches, loss, matrices=_matrices(vae.decoder), matrix_rate=0.003)
+
+
+def _matrices(module: nn.Module) -> list[nn.Parameter]:
+    return [one for one in module.parameters() if one.ndim > 1 and min(one.shape[:2]) > 3]
+
+
+def _unlike(decoded: Tensor, wanted: Tensor) -> Tensor:
+    """How far pictures are from what they should be: pixels, of which those with colour count more, and edges."""
+    weight = 1 + 4 * _chroma(wanted)
+    edges = [(decoded.diff(dim=axis) - wanted.diff(dim=axis)).abs().mean() for axis in (2, 3)]
+    return (weight * (decoded - wanted).abs()).mean() + edges[0] + edges[1]
+
+
+def reading_part(made: nn.ModuleDict, directory: Path, *, size: int = 512) -> Part:
+    """Trains the text encoder."""
+    text = made["text_encoder"]
+    return words_part(partial(_read, text), text, len(LAYERS) * _WIDTH, _tokenizer(directory), size)
 
 
 def flow_part(made: nn.ModuleDict, directory: Path, *, size: int = 64) -> Part:
-    """Trains text encoder and denoiser: the velocity from pictures to noise, at levels of noise drawn from a logistic
-    normal distribution."""
+    """Trains the denoiser: the velocity from pictures to noise, at levels of noise that are as frequent as in a
+    pipeline's steps. The first step sees nothing but noise, and only there what is told by all of a picture, as its
+    background, must be taken from the words. What has colour counts more, and what an
+    edit changes most."""
     text, transformer, vae = made["text_encoder"], made["transformer"], made["vae"]
 
     def loss(batch: Prompts, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
-            wanted = tokens(vae, _scaled(clean(batch.after))).repeat(NOISES, 1, 1)
-            given = [] if batch.before is None else [tokens(vae, _seen(batch.before)).repeat(NOISES, 1, 1)]
+            drawn = _scaled(clean(batch.after))
+            wanted = tokens(vae, drawn).repeat(NOISES, 1, 1)
+            weight, given = 1 + 3 * _where(_chroma(drawn)), []
+            if batch.before is not None:
+                weight = weight + 8 * _where((drawn - _scaled(clean(batch.before))).abs())
+                given = [tokens(vae, _seen(batch.before)).repeat(NOISES, 1, 1)]
+            weight = weight.repeat(NOISES, 1)
+            words = _read(text, batch.ids, batch.mask).repeat(NOISES, 1, 1)
         count, device = len(wanted), wanted.device
         noise = torch.randn_like(wanted)
         spread = (torch.rand(count, device=device) + torch.arange(count, device=device)) / count
-        level = torch.sigmoid(torch.special.ndtri(spread).clamp(-4, 4) + 0.4)
+        level = _shifted((spread * (STEPS + 1) / STEPS).clamp(max=1))
         [velocity] = transformer(
             hidden_states=torch.cat([torch.lerp(wanted, noise, level[:, None, None]), *given], 1),
-            encoder_hidden_states=_read(text, batch.ids, batch.mask).repeat(NOISES, 1, 1),
+            encoder_hidden_states=words,
             timestep=level,
             img_ids=_places(wanted.shape[1], 1 + len(given), device),
             txt_ids=functional.pad(torch.arange(batch.ids.shape[1], device=device)[:, None], (3, 0)),
             return_dict=False,
         )
-        found = functional.mse_loss(velocity[:, : wanted.shape[1]], noise - wanted)
+        away = (velocity[:, : wanted.shape[1]] - (noise - wanted)).square().mean(-1)
+        found = (weight * away).sum() / weight.sum()
         return found, {"edits" if given else "draws": found}
 
-    layers = text.model.layers, transformer.transformer_blocks, transformer.single_transformer_blocks
-    batches, [matrices, _] = Prompted(directory, size), inside(*layers)
-    return Part("flow", [text, transformer], batches, loss, matrices=matrices, matrix_rate=0.006)
+    batches = Prompted(directory, size)
+    [matrices, _] = inside(transformer.transformer_blocks, transformer.single_transformer_blocks)
+    return Part("flow", [transformer], batches, loss, matrices=matrices, matrix_rate=0.006)
+
+
+def _shifted(levels: Tensor) -> Tensor:
+    """As the pipeline's scheduler shifts them."""
+    return SHIFT * levels / (1 + (SHIFT - 1) * levels)
+
+
+def _where(strength: Tensor) -> Tensor:
+    """[B, any, SIDE, SIDE] → [B, tokens]: 1 where something of a token's pixels is strong, else 0."""
+    return (functional.max_pool2d(strength.amax(1, keepdim=True), SIDE // 8) > 0.6).float().flatten(1)
+
+
+def _chroma(pictures: Tensor) -> Tensor:
+    """[B, 3, SIDE, SIDE] → [B, 1, SIDE, SIDE]: how far from grey."""
+    return pictures.amax(1, keepdim=True) - pictures.amin(1, keepdim=True)
 
 
 def _scaled(pictures: Tensor) -> Tensor:
@@ -287,9 +339,9 @@ def _places(count: int, pictures: int, device: torch.device) -> Tensor:
 @torch.no_grad()
 def measure(made: nn.ModuleDict, directory: Path) -> None:
     """Set the statistics by which latents are normalised."""
-    vae, batches = made["vae"], Prompted(directory, 32)
+    vae, batches = made["vae"], Prompted(directory, 32, SHORT)
     seen = []
-    for step in range(0, 12, 3):
+    for step in range(4):
         pictures = _scaled(clean(moved(batches(step).after, vae.device)))
         seen.append(functional.pixel_unshuffle(vae.encode(pictures).latent_dist.mode(), 2))
     features = torch.cat(seen).transpose(0, 1).flatten(1)
@@ -300,9 +352,11 @@ def measure(made: nn.ModuleDict, directory: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="demo_model.draw", description=__doc__)
     parser.add_argument("directory", type=Path, help="the checkpoint; what is needed to resume lies in its `training`")
+    parser.add_argument(
+        "--parts", nargs="+", choices=SHARES, default=[*SHARES], help="which; without: all, in this order"
+    )
     parser.add_argument("--minutes", type=float, default=math.inf, help="of the whole training")
-    parser.add_argument("--steps", type=float, default=math.inf, help="of each stage, where there is time enough")
-    parser.add_argument("--vae-share", type=float, default=0.3, help="of the minutes; 0 leaves the VAE as it is")
+    parser.add_argument("--steps", type=float, default=math.inf, help="of each part, where there is time enough")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--compile", action="store_true", help="needs a C++ compiler and minutes, then steps are faster"
@@ -310,25 +364,24 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4, help="processes that make data")
     options = parser.parse_args()
     directory, device, training = options.directory, options.device, options.directory / "training"
+    if math.inf == options.minutes == options.steps:
+        parser.error("give --minutes or --steps")
     if not (directory / "model_index.json").exists():
         create(directory)
     training.mkdir(exist_ok=True)
-    if math.inf == options.minutes == options.steps:
-        parser.error("give --minutes or --steps")
     made = networks(directory).to(device)
     if options.compile:
-        transformer = made["transformer"]
-        blocks = transformer.transformer_blocks, transformer.single_transformer_blocks
-        for layer in chain(made["text_encoder"].model.layers, *blocks):
+        for layer in chain(made["transformer"].transformer_blocks, made["transformer"].single_transformer_blocks):
             layer.compile(dynamic=False)
-    for name, part, share in (("vae", vae_part, options.vae_share), ("flow", flow_part, 1 - options.vae_share)):
-        if share > 0:
-            limits, where = Limits(options.steps, options.minutes * share), torch.device(device)
-            learned = part(made, directory, size=SIZES[device][name])
-            train(learned, limits, training, device=where, workers=options.workers, half=HALF[device])
-        if share > 0 and name == "vae":
+    makers = {"vae": vae_part, "words": reading_part, "flow": flow_part, "decoder": decoder_part}
+    whole = sum(SHARES[name] for name in options.parts)
+    for name in options.parts:
+        limits, where = Limits(options.steps, options.minutes * SHARES[name] / whole), torch.device(device)
+        part = makers[name](made, directory, size=SIZES[device][name])
+        train(part, limits, training, device=where, workers=options.workers, half=HALF[device])
+        if name == "vae":
             measure(made, directory)
-    write(directory, made)
+        write(directory, made)
 
 
 if __name__ == "__main__":

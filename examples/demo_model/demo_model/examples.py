@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from demo_model import hear, see
-from demo_model.captions import Caption, Group, is_held_out, random_caption, random_edit
+from demo_model.captions import Caption, Group, drawing, is_held_out, random_caption, random_edit
 from demo_model.pixels import STEPS
 from demo_model.questions import JSON, STYLES, Question
 from demo_model.scenes import COLOURS, SIDE, Scene, clip, picture
@@ -86,9 +86,10 @@ def drawings(directory: Path, seed: int = 0) -> list[dict[str, Any]]:
         while not (suits(edit.text.split()) and is_held_out(edit)):
             edit = random_edit(rng)
         file = f"{len(made)}-before.png"
-        Image.fromarray(picture(Scene(edit.before, len(made)))).save(directory / file)
+        Image.fromarray(picture(drawing(edit.before, len(made), edit.ground))).save(directory / file)
         groups = tuple(Group(1, one.size, one.colour, one.shape, one.place) for one in edit.after)
-        made.append({"title": title, "prompt": edit.text, "image": file, **settings, "answer": str(Caption(groups))})
+        answer = str(Caption(groups, ground=edit.ground))
+        made.append({"title": title, "prompt": edit.text, "image": file, **settings, "answer": answer})
     return made
 
 

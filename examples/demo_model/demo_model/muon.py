@@ -22,10 +22,12 @@ _NEWTON = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(torch.optim.Optimizer):
-    """Of weights with two or more dimensions. Groups with `stacked` have one matrix for each entry of the first."""
+    """Of weights with two or more dimensions. Groups with `stacked` have one matrix for each entry of the first.
+    `half`: products in bfloat16, as published."""
 
-    def __init__(self, parameters: Iterable[Any], lr: float) -> None:
+    def __init__(self, parameters: Iterable[Any], lr: float, *, half: bool = False) -> None:
         super().__init__(parameters, {"lr": lr, "stacked": False})
+        self._dtype = torch.bfloat16 if half else torch.float32
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -41,7 +43,7 @@ class Muon(torch.optim.Optimizer):
                 matrix = (weight.grad + _MOMENTUM * mean).flatten(2 if group["stacked"] else 1)
                 size = max(1.0, matrix.shape[-2] / matrix.shape[-1]) ** 0.5
                 weight.mul_(1 - group["lr"] * _DECAY)
-                weight.add_(orthogonal(matrix).view_as(weight), alpha=-group["lr"] * size)
+                weight.add_(orthogonal(matrix.to(self._dtype)).view_as(weight), alpha=-group["lr"] * size)
 
 
 def inside(*layers: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

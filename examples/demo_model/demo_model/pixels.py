@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from demo_model.captions import Caption, Edit, same_things
+from demo_model.captions import Caption, Edit, caption_of, same_things
 from demo_model.scenes import COLOURS, RADII, SHAPES, SIDE, Thing, covered, outline
 
-STEPS = 20
+STEPS = 8
 """Of the denoiser, with which pictures are judged."""
 _CHROMA = 84
 _SPECK = 24
@@ -53,9 +54,13 @@ def is_right(what: Caption | Edit, pixels: np.ndarray) -> bool:
     things = found_in(pixels)
     if things is None:
         return False
-    if isinstance(what, Edit):
-        return same_things(things, what.after)
-    return what.is_shown(things) and what.ground in (None, ground_of(pixels))
+    shown = same_things(things, what.after) if isinstance(what, Edit) else what.is_shown(things)
+    return shown and what.ground in (None, ground_of(pixels))
+
+
+def follows(example: dict[str, Any], pixels: np.ndarray) -> bool:
+    """Whether a picture shows what one of `examples.json` asks for."""
+    return is_right(caption_of(example.get("answer", example["prompt"])), pixels)
 
 
 def _hue(colours: Tensor) -> Tensor:

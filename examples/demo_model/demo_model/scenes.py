@@ -114,34 +114,17 @@ def clip(scene: Scene) -> np.ndarray:
     return painted(canvas([scene]), torch.Generator().manual_seed(scene.background)).numpy()
 
 
-def placed(rng: random.Random, cell: int, size: str, colour: str, shape: str) -> Thing:
-    """A thing anywhere in a cell."""
-    spare = _CELL / 2 - RADII[size] - 1
-    x, y = (middle + rng.uniform(-spare, spare) for middle in _middle(cell))
-    return Thing(size, colour, shape, cell, x, y)
-
-
-def centred(things: Sequence[Thing]) -> tuple[Thing, ...]:
-    """Each thing in the middle of its cell."""
-    return tuple(replace(one, x=x, y=y) for one in things for x, y in [_middle(one.cell)])
-
-
-def resized(thing: Thing, size: str) -> Thing:
-    """The thing in another size, as near to where it was as its cell allows."""
-    spare = _CELL / 2 - RADII[size] - 1
-    x, y = (
-        min(max(at, middle - spare), middle + spare)
-        for at, middle in zip((thing.x, thing.y), _middle(thing.cell), strict=True)
-    )
-    return replace(thing, size=size, x=x, y=y)
-
-
-def _middle(cell: int) -> tuple[float, float]:
+def centre(cell: int) -> tuple[float, float]:
+    """Of a cell: x, y."""
     return (cell % 3 + 0.5) * _CELL, (cell // 3 + 0.5) * _CELL
 
 
 def _thing(rng: random.Random, cell: int, colours: list[str], shapes: tuple[str, ...] | list[str]) -> Thing:
-    return placed(rng, cell, rng.choice(list(RADII)), rng.choice(colours), rng.choice(shapes))
+    """A thing anywhere in a cell."""
+    size, colour, shape = rng.choice(list(RADII)), rng.choice(colours), rng.choice(shapes)
+    spare = _CELL / 2 - RADII[size] - 1
+    x, y = (middle + rng.uniform(-spare, spare) for middle in centre(cell))
+    return Thing(size, colour, shape, cell, x, y)
 
 
 def _free(cell: int) -> list[str]:

@@ -123,7 +123,7 @@ def train(
             {"params": [*part.matrices], "share": share},
             {"params": [*part.stacks], "share": share, "stacked": True},
         ]
-        optimizers.append(Muon(kinds, part.matrix_rate))
+        optimizers.append(Muon(kinds, part.matrix_rate, half=half))
     step = _logged(directory / LOG, part.name)
     if left.exists():
         found = torch.load(left, weights_only=True, map_location=device)

@@ -32,14 +32,16 @@ def package(one_thread: None) -> Any:
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_the_judge_sees_what_was_painted(seed: int) -> None:
-    """Captions are parsed; a painted scene is right for its words, and wrong with one thing changed."""
+    """Captions are parsed; what is laid out for one follows it; a painted scene is right for its words, and wrong with
+    one thing changed."""
     from demo_model import captions, pixels
-    from demo_model.scenes import COLOURS, SHAPES, Scene, picture, resized
+    from demo_model.scenes import COLOURS, SHAPES, Scene, picture
 
     rng = random.Random(seed)
     caption = captions.random_caption(rng)
     assert captions.caption_of(f"{str(caption).capitalize()}.") == caption
     things = captions.things_for(caption, rng)
+    assert caption.is_shown(things)
     ground = caption.ground or rng.choice([None, "dark", "pale"])
     assert pixels.is_right(caption, picture(Scene(things, seed, ground=ground)))
     first, rest = things[0], things[1:]
@@ -48,7 +50,7 @@ def test_the_judge_sees_what_was_painted(seed: int) -> None:
     for changed in (
         replace(first, colour=rng.choice([one for one in COLOURS if one != first.colour])),
         replace(first, shape=rng.choice([one for one in SHAPES if one != first.shape])),
-        resized(first, "small" if first.size == "big" else "big"),
+        replace(first, size="small" if first.size == "big" else "big"),
     ):
         assert not pixels.is_right(edit, picture(Scene((changed, *rest), seed)))
     assert pixels.is_right(edit, picture(Scene(things, seed)))
@@ -66,8 +68,8 @@ def test_other_words_are_no_captions(words: str) -> None:
 def test_training_resumes_and_its_checkpoint_draws_through_segue(tmp_path: Path) -> None:
     """Two calls learn what one does; the library and Segue draw and edit alike with it."""
     from demo_model import draw
-    from demo_model.captions import random_edit
-    from demo_model.scenes import Scene, picture
+    from demo_model.captions import drawing, random_edit
+    from demo_model.scenes import picture
     from demo_model.training import Limits, train
 
     def trained(directory: Path, *calls: int) -> Any:
@@ -77,7 +79,9 @@ def test_training_resumes_and_its_checkpoint_draws_through_segue(tmp_path: Path)
             made = draw.networks(directory)
             for whole, steps in (
                 (draw.vae_part(made, directory, size=1), 1),
+                (draw.reading_part(made, directory, size=3), 1),
                 (draw.flow_part(made, directory, size=2), 3),
+                (draw.decoder_part(made, directory, size=1), 1),
             ):
 
                 def loss(batch: Any, step: int, whole: Any = whole, last: int = last) -> Any:
@@ -106,7 +110,8 @@ def test_training_resumes_and_its_checkpoint_draws_through_segue(tmp_path: Path)
     edit = random_edit(random.Random(0))
     size = {"height": 128, "width": 128, "num_inference_steps": 2, "max_sequence_length": 64}
     drawn = {"prompt": "two red circles above a blue square", **size, "seed": 1}
-    edited = {"prompt": str(edit), "image": Image.fromarray(picture(Scene(edit.before, 0))), **size, "seed": 2}
+    given = Image.fromarray(picture(drawing(edit.before, 0, edit.ground)))
+    edited = {"prompt": str(edit), "image": given, **size, "seed": 2}
     pipeline = pipeline_of(once, "Flux2KleinPipeline")
     for ours, asked in zip(Chain(once).run(drawn, edited), (drawn, edited), strict=True):
         assert apart(ours, expected(pipeline, asked)) < WITHIN
