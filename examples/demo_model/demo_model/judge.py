@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from demo_model.captions import Caption, Edit, Group, drawing, is_held_out, random_caption, random_edit
+from demo_model.captions import Caption, Edit, Group, drawing, is_held_out, random_caption, random_edit, things_for
 from demo_model.evaluate import GREEDY
 from demo_model.pixels import STEPS, is_right
 from demo_model.quality import write
@@ -59,6 +59,15 @@ def prompts(wanted: Sequence[Caption | Edit]) -> list[dict[str, Any]]:
 
 def _given(edit: Edit, seed: int) -> Image.Image:
     return Image.fromarray(picture(drawing(edit.before, seed, edit.ground)))
+
+
+def painted(wanted: Sequence[Caption | Edit]) -> list[np.ndarray]:
+    """uint8 [SIDE, SIDE, 3] each: true pictures, of which both judges should say so."""
+    rng = random.Random("painted")
+    things = [what.after if isinstance(what, Edit) else things_for(what, rng) for what in wanted]
+    return [
+        picture(drawing(one, seed, what.ground)) for seed, (one, what) in enumerate(zip(things, wanted, strict=True))
+    ]
 
 
 def by_library(directory: Path, asked: Sequence[dict[str, Any]]) -> list[np.ndarray]:
@@ -127,8 +136,11 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with Omni(options.eyes) as eyes:
         exact = by_library(options.directory, asked)
-        for name in ("library", *WAYS):
-            drawn = exact if name == "library" else by_segue(options.directory, asked, *WAYS[name])
+        for name in ("painted", "library", *WAYS):
+            if name in WAYS:
+                drawn = by_segue(options.directory, asked, *WAYS[name])
+            else:
+                drawn = exact if name == "library" else painted(wanted)
             right = [is_right(what, pixels) for what, pixels in zip(wanted, drawn, strict=True)]
             seen = looked_at(eyes, wanted, drawn)
             apart = [float(np.abs(one.astype(int) - other).mean()) for one, other in zip(drawn, exact, strict=True)]
