@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from segue import Omni
 from segue.server.page.examples import read_examples
@@ -76,19 +78,17 @@ def test_pictures_are_drawn_and_edited() -> None:
     """Those of the page and of `make demo`, judged by plain checks of their pixels."""
     from demo_model.pixels import follows
 
-    right = []
     with Omni(DRAWS, progress=False) as omni:
-        for one in read_examples(omni.card, ServerSettings()):
+        examples = read_examples(omni.card, ServerSettings())
+        prompts = []
+        for one in examples:
             width, height = map(int, one["size"].split("x"))
-            asked: dict[str, Any] = {
-                "prompt": one["prompt"],
-                "num_inference_steps": one["steps"],
-                "width": width,
-                "height": height,
-            }
+            prompts.append({"prompt": one["prompt"], "seed": 7, "width": width, "height": height})
+            prompts[-1]["num_inference_steps"] = one["steps"]
             if "image" in one:
-                asked["image"] = base64.b64decode(one["image"].partition(",")[2])
-            [image] = omni.generate(asked, seed=7).images
-            right.append(follows(one, np.asarray(image)))
+                before = base64.b64decode(one["image"].partition(",")[2])
+                prompts[-1]["image"] = Image.open(io.BytesIO(before))
+        outs = omni.generate(prompts)
+    right = [follows(one, np.asarray(out.images[0])) for one, out in zip(examples, outs, strict=True)]
     assert len(right) == 6
     assert sum(right) >= 4, right  # six where it was trained
