@@ -254,8 +254,7 @@ def reading_part(made: nn.ModuleDict, directory: Path, *, size: int = 512) -> Pa
 def flow_part(made: nn.ModuleDict, directory: Path, *, size: int = 64) -> Part:
     """Trains the denoiser: the velocity from pictures to noise, at levels of noise that are as frequent as in a
     pipeline's steps. The first step sees nothing but noise, and only there what is told by all of a picture, as its
-    background, must be taken from the words. What has colour counts more, and what an
-    edit changes most."""
+    background, must be taken from the words. What has colour counts more, and what an edit changes most."""
     text, transformer, vae = made["text_encoder"], made["transformer"], made["vae"]
 
     def loss(batch: Prompts, step: int) -> tuple[Tensor, dict[str, Tensor]]:

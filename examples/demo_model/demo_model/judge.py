@@ -136,16 +136,14 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with Omni(options.eyes) as eyes:
         exact = by_library(options.directory, asked)
-        for name in ("painted", "library", *WAYS):
-            if name in WAYS:
-                drawn = by_segue(options.directory, asked, *WAYS[name])
-            else:
-                drawn = exact if name == "library" else painted(wanted)
+        known = {"painted": painted(wanted), "library": exact}
+        for name in (*known, *WAYS):
+            drawn = known[name] if name in known else by_segue(options.directory, asked, *WAYS[name])
             right = [is_right(what, pixels) for what, pixels in zip(wanted, drawn, strict=True)]
             seen = looked_at(eyes, wanted, drawn)
             apart = [float(np.abs(one.astype(int) - other).mean()) for one, other in zip(drawn, exact, strict=True)]
             row = {"way": name, "asked": len(asked), "right": shares(sorts, right), "seen": shares(sorts, seen)}
-            rows.append(row | {"apart": round(float(np.mean(apart)), 3)})
+            rows.append(row if name == "painted" else row | {"apart": round(float(np.mean(apart)), 3)})
             print(json.dumps(rows[-1]), flush=True)
             if options.pictures and name == "library":
                 options.pictures.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from demo_model.captions import Caption, Edit, caption_of, same_things
 from demo_model.scenes import COLOURS, RADII, SHAPES, SIDE, Thing, covered, outline
 
 STEPS = 8
-"""Of the denoiser, with which pictures are judged."""
+"""Of the denoiser, with which pictures are drawn."""
 _CHROMA = 84
 _SPECK = 24
 """Pixels; smaller spots of colour are no things."""

@@ -31,7 +31,7 @@ def drawings(rows: Sequence[dict[str, Any]]) -> list[str]:
         table(
             ["way", "captions", "edits", "captions, counted", "edits, counted", "from the library's"],
             (
-                [row["way"], *(percent(share) for of in ("right", "seen") for share in row[of].values()), row["apart"]]
+                [row["way"], *map(percent, (*row["right"].values(), *row["seen"].values())), row.get("apart", "–")]
                 for row in rows
             ),
         ),
