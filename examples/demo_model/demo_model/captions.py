@@ -16,6 +16,11 @@ MOST = 5
 """Things in one picture."""
 HELD_OUT = 12
 """One of so many captions and edits is never trained on."""
+KINDS = ("colour", "all", "size", "shape", "place", "less", "more")
+"""Of edits."""
+HARDER = ("colour", "colour", "all", *["size"] * 6, *["shape"] * 3, *["place"] * 4, *["less"] * 3, "more")
+"""For the training: more of those for which a thing must be found, and drawn anew as it was. One in two of new sizes is
+the old one, and another kind is taken."""
 RELATIONS: dict[str, Callable[[Thing, Thing], bool]] = {
     "above": lambda one, other: one.cell // 3 < other.cell // 3,
     "below": lambda one, other: one.cell // 3 > other.cell // 3,
@@ -185,23 +190,25 @@ class Edit:
         return self.text
 
 
-def random_edit(rng: random.Random) -> Edit:
+def random_edit(rng: random.Random, kinds: Sequence[str] = KINDS) -> Edit:
     """An instruction about a random drawing: a new colour, size, shape or place of a thing, one more or one less."""
     things = tuple(
         Thing(rng.choice(list(RADII)), rng.choice(list(COLOURS)), rng.choice(SHAPES), cell, *centre(cell))
         for cell in rng.sample(range(len(PLACES)), rng.randint(2, MOST))
     )
     before, new = things[:-1], things[-1]
-    kind, ground = rng.choice(["colour", "all", "size", "shape", "place", "less", "more"]), rng.choice(list(GROUNDS))
+    kind, ground = rng.choice(kinds), rng.choice(list(GROUNDS))
     if kind == "more":
         return Edit(f"add {Group(1, new.size, new.colour, new.shape, new.place)}", before, things, ground)
     if kind == "all":
         after = tuple(replace(one, colour=new.colour) for one in before)
-        return Edit(f"make everything {new.colour}", before, after, ground) if after != before else random_edit(rng)
+        if after == before:
+            return random_edit(rng, kinds)
+        return Edit(f"make everything {new.colour}", before, after, ground)
     thing = rng.choice(before)
     name = _name(thing, before, rng)
     if name is None:
-        return random_edit(rng)
+        return random_edit(rng, kinds)
     text, changed = {
         "colour": (f"make {name} {new.colour}", replace(thing, colour=new.colour)),
         "size": (f"make {name} {new.size}", replace(thing, size=new.size)),
@@ -210,7 +217,7 @@ def random_edit(rng: random.Random) -> Edit:
         "less": (f"remove {name}", None),
     }[kind]
     if changed == thing or (changed is None and len(before) == 1):
-        return random_edit(rng)
+        return random_edit(rng, kinds)
     after = tuple(one for one in (changed if one is thing else one for one in before) if one)
     return Edit(text, before, after, ground)
 
@@ -238,7 +245,10 @@ def is_held_out(what: Caption | Edit) -> bool:
     return zlib.crc32(f"{what} {looks}".encode()) % HELD_OUT == 0
 
 
-def same_things(found: Sequence[Thing], wanted: Sequence[Thing]) -> bool:
-    """Whether two pictures show the same things in the same cells, wherever in these."""
-    looks = [sorted((one.size, one.colour, one.shape, one.cell) for one in things) for things in (found, wanted)]
+def shows(what: Caption | Edit, things: Sequence[Thing]) -> bool:
+    """Whether these things, and no others, are what a caption says, or what an edit leaves in the same cells, wherever
+    in these. The background is not compared."""
+    if isinstance(what, Caption):
+        return what.is_shown(things)
+    looks = [sorted((one.size, one.colour, one.shape, one.cell) for one in some) for some in (things, what.after)]
     return looks[0] == looks[1]

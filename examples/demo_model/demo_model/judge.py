@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from demo_model.captions import Caption, Edit, Group, drawing, is_held_out, random_caption, random_edit, things_for
+from demo_model.captions import Caption, Edit, drawing, is_held_out, random_caption, random_edit, shows, things_for
 from demo_model.evaluate import GREEDY
 from demo_model.pixels import STEPS, is_right
 from demo_model.quality import write
-from demo_model.questions import NUMBERS, facts_of
-from demo_model.scenes import SIDE, picture
+from demo_model.questions import JSON, STYLES
+from demo_model.scenes import PLACES, SIDE, Thing, centre, picture
 from segue import Omni
 from segue.messages.diffusion import TAYLORSEER
 from segue.models.shared.diffusion.library import LIBRARIES
@@ -90,31 +90,28 @@ def by_segue(
 
 
 def looked_at(eyes: Omni, wanted: Sequence[Caption | Edit], drawn: Sequence[np.ndarray]) -> list[bool]:
-    """Whether a model counts in each picture what there should be, of each sort of thing."""
-    asks, owners, right = [], [], [True] * len(wanted)
-    for number, (what, pixels) in enumerate(zip(wanted, drawn, strict=True)):
-        for words, count in _counts(what).items():
-            content = [
-                {"type": "image", "image": Image.fromarray(pixels)},
-                {"type": "text", "text": f"How many {words}s are there?"},
-            ]
-            asks.append({"messages": [{"role": "user", "content": content}], "sampling": {"thinker": GREEDY}})
-            owners.append((number, count))
+    """Whether what a model describes in each picture is what there should be. It is not asked for backgrounds."""
+    asks = []
+    for pixels in drawn:
+        picture = {"type": "image", "image": Image.fromarray(pixels)}
+        content = [picture, {"type": "text", "text": "What do you see?"}]
+        messages = [{"role": "system", "content": STYLES[JSON]}, {"role": "user", "content": content}]
+        asks.append({"messages": messages, "sampling": {"thinker": GREEDY}})
     outs = eyes.generate(asks, modalities=["text"])
-    for (number, count), out in zip(owners, outs, strict=True):
-        right[number] &= facts_of(out.text)[:1] == (NUMBERS[count],)
-    return right
+    return [shows(what, _described(out.text)) for what, out in zip(wanted, outs, strict=True)]
 
 
-def _counts(what: Caption | Edit) -> dict[str, int]:
-    """How many there should be in all, and of each sort that is named and cannot be one that the words leave open."""
-    groups = what.groups if isinstance(what, Caption) else [Group(1, None, one.colour, one.shape) for one in what.after]
-    found = {"thing": sum(group.count for group in groups)}
-    for group in groups:
-        alike = [one for one in groups if one.colour in (None, group.colour) and one.shape in (None, group.shape)]
-        if all(one.colour and one.shape for one in alike):
-            found[f"{group.colour} {group.shape}"] = sum(one.count for one in alike)
-    return found
+def _described(answer: str) -> list[Thing]:
+    """The things that an answer in JSON describes; none where it is something else."""
+    try:
+        rows = json.loads(answer)["things"]
+        cells = [PLACES.index(row["place"]) for row in rows]
+        return [
+            Thing(row["size"], row["colour"], row["shape"], cell, *centre(cell))
+            for row, cell in zip(rows, cells, strict=True)
+        ]
+    except (KeyError, TypeError, ValueError):
+        return []
 
 
 def shares(sorts: Sequence[str], right: Sequence[bool]) -> dict[str, float]:

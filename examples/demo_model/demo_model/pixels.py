@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from demo_model.captions import Caption, Edit, caption_of, same_things
+from demo_model.captions import Caption, Edit, caption_of, shows
 from demo_model.scenes import COLOURS, RADII, SHAPES, SIDE, Thing, covered, outline
 
 STEPS = 8
@@ -52,10 +52,7 @@ def ground_of(picture: np.ndarray) -> str | None:
 def is_right(what: Caption | Edit, pixels: np.ndarray) -> bool:
     """Whether a picture, uint8 [SIDE, SIDE, 3], shows what a caption says, or what an edit leaves."""
     things = found_in(pixels)
-    if things is None:
-        return False
-    shown = same_things(things, what.after) if isinstance(what, Edit) else what.is_shown(things)
-    return shown and what.ground in (None, ground_of(pixels))
+    return things is not None and shows(what, things) and what.ground in (None, ground_of(pixels))
 
 
 def follows(example: dict[str, Any], pixels: np.ndarray) -> bool:

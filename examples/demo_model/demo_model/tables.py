@@ -25,11 +25,11 @@ def drawings(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Of `judge`."""
     return [
         f"**Drawings.** {rows[0]['asked']} held-out captions and edits: the share of pictures that are right by plain "
-        "checks of their pixels (colour, shape, size, place, number, background); in how many segue-shapes counts what "
-        "it should, which it does not always in pictures that are painted right; and how far pixels, 0 to 255, are "
-        "from the library's on average.",
+        "checks of their pixels (colour, shape, size, place, number, background); of how many segue-shapes describes "
+        "all that there should be, each thing's colour, shape, size and place; and how far pixels, 0 to 255, are from "
+        "the library's on average. Painted pictures are true ones.",
         table(
-            ["way", "captions", "edits", "captions, counted", "edits, counted", "from the library's"],
+            ["way", "captions", "edits", "captions, described", "edits, described", "from the library's"],
             (
                 [row["way"], *map(percent, (*row["right"].values(), *row["seen"].values())), row.get("apart", "–")]
                 for row in rows

@@ -50,6 +50,17 @@ def test_written_questions_are_answered_right(omni: Omni) -> None:
     assert all(found[sort] >= least for sort, least in LEAST.items()), found
 
 
+def test_what_was_painted_is_described(omni: Omni) -> None:
+    """As drawings are judged by the half that sees."""
+    from demo_model.judge import held_out, looked_at, painted
+
+    wanted = [what for _, what in held_out(12)]
+    pictures = painted(wanted)
+    right = looked_at(omni, wanted, pictures)
+    assert sum(right) >= 21, right
+    assert not any(looked_at(omni, wanted[-6:-1], pictures[-5:]))
+
+
 def test_what_it_says_is_understood(omni: Omni) -> None:
     """By a recogniser that knows nothing of the model, and understands not much more of espeak-ng itself."""
     pytest.importorskip("pocketsphinx")
