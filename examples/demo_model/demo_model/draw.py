@@ -4,6 +4,7 @@ scenes of `captions.py` and edits them."""
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from demo_model.captions import Caption, Edit, drawing, is_held_out, random_caption, random_edit, things_for
+from demo_model.captions import HARDER, Caption, Edit, drawing, is_held_out, random_caption, random_edit, things_for
 from demo_model.muon import inside
 from demo_model.pixels import STEPS
 from demo_model.scenes import SIDE, Canvas, Scene, canvas, clean, painted
@@ -27,6 +28,7 @@ from demo_model.schedule import HALF
 from demo_model.training import Limits, Part, moved, train
 from demo_model.words import encoded, said, words_part
 from segue.models.shared.diffusion.library import LIBRARIES, AutoConfig
+from segue.models.shared.tiny.files import write_json
 
 LAYERS = (9, 18, 27)
 """Of the text encoder: whose hidden states the pipeline takes."""
@@ -41,6 +43,9 @@ SHIFT = 2.0
 """Of the levels of noise: the pipeline takes more steps where there is much."""
 NOISES = 2
 """With so many levels of noise each picture of a batch is seen."""
+PURE = {"draws": 1 / (STEPS + 1), "edits": 1 / 3}
+"""Of the levels of noise so many are noise alone: where what becomes of a picture is decided by nothing but words, and
+of edits by what is given."""
 SIZES = {
     "cpu": {"vae": 16, "words": 192, "flow": 16, "decoder": 16},
     "cuda": {"vae": 32, "words": 512, "flow": 64, "decoder": 32},
@@ -154,6 +159,9 @@ def write(directory: Path, trained: nn.ModuleDict) -> None:
         depth = [TRAINED.index(index) if index in TRAINED else None for index in range(max(LAYERS))]
         whole = _with_layers(network, depth) if name == "text_encoder" else deepcopy(network)
         whole.to("cpu", torch.bfloat16).save_pretrained(directory / name, max_shard_size="15MB")
+        config = json.loads((directory / name / "config.json").read_text())
+        config.pop("_name_or_path", None)  # where this machine has read it
+        write_json(directory / name, "config.json", config)
 
 
 # data
@@ -184,7 +192,7 @@ class Prompted:
         before: list[Scene] = []
         after: list[Scene] = []
         while len(texts) < size:
-            what: Caption | Edit = random_edit(rng) if step % 3 else random_caption(rng)
+            what: Caption | Edit = random_edit(rng, HARDER) if step % 3 else random_caption(rng)
             if is_held_out(what):
                 continue
             seed = rng.getrandbits(32)
@@ -270,7 +278,7 @@ def flow_part(made: nn.ModuleDict, directory: Path, *, size: int = 64) -> Part:
         count, device = len(wanted), wanted.device
         noise = torch.randn_like(wanted)
         spread = (torch.rand(count, device=device) + torch.arange(count, device=device)) / count
-        level = _shifted((spread * (STEPS + 1) / STEPS).clamp(max=1))
+        level = _shifted((spread / (1 - PURE["edits" if given else "draws"])).clamp(max=1))
         [velocity] = transformer(
             hidden_states=torch.cat([torch.lerp(wanted, noise, level[:, None, None]), *given], 1),
             encoder_hidden_states=words,

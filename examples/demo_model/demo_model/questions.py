@@ -74,8 +74,8 @@ def is_right(question: Question, answer: str) -> bool:
 
 def about_picture(scene: Scene, rng: random.Random, style: str, count: int, *, harder: bool = False) -> list[Question]:
     """`count` random questions about a picture. `harder`: more of those for which all things must be looked at."""
-    weights = _HARDER if harder else _WEIGHTS
-    return [_asked(rng.choices(_OF_PICTURE, weights)[0], scene, rng, style) for _ in range(count)]
+    makers, weights = (_HARDER, _HARDER_WEIGHTS) if harder else (_OF_PICTURE, _WEIGHTS)
+    return [_asked(rng.choices(makers, weights)[0], scene, rng, style) for _ in range(count)]
 
 
 def about_clip(scene: Scene, rng: random.Random, style: str, count: int) -> list[Question]:
@@ -179,7 +179,17 @@ def _count(scene: Scene, rng: random.Random) -> tuple[str, _Answer]:
             (f"{colour} thing", lambda one: one.colour == colour),
         ]
     )
-    number = sum(map(same, scene.things))
+    return _number_of(words, sum(map(same, scene.things)), rng)
+
+
+def _count_sort(scene: Scene, rng: random.Random) -> tuple[str, _Answer]:
+    """Of one colour and shape, which another thing may have one of."""
+    thing, other = rng.choice(scene.things), rng.choice(scene.things)
+    words = f"{thing.colour} {thing.shape if rng.random() < 0.7 else other.shape}"
+    return _number_of(words, [_name(one) for one in scene.things].count(words), rng)
+
+
+def _number_of(words: str, number: int, rng: random.Random) -> tuple[str, _Answer]:
     text = _pick(rng, f"How many {words}s are there?", f"How many {words}s do you see?", f"Count the {words}s.")
     word = NUMBERS[number]
     full = f"There {'is' if number == 1 else 'are'} {word} {_plural(words, number)}."
@@ -344,7 +354,8 @@ def _sum(scene: Scene, rng: random.Random) -> tuple[str, _Answer]:
 
 _OF_PICTURE: list[Maker] = [_count, _colour, _shape, _where, _size, _what, _is_there, _beside, _describe, _unknown]
 _WEIGHTS = [4, 2, 2, 2, 1, 3, 2, 2, 4, 1]
-_HARDER = [8, 4, 2, 2, 1, 3, 3, 2, 3, 1]
+_HARDER: list[Maker] = [*_OF_PICTURE, _count_sort]
+_HARDER_WEIGHTS = [8, 4, 2, 2, 1, 3, 3, 2, 3, 1, 9]
 _OF_CLIP: list[Maker] = [_moves, _direction, _first, _does_it]
 _OF_NOTHING: list[Maker] = [_hello, _unknown, _my_name, _digits, _sum]
 

@@ -76,6 +76,20 @@ def draw_scene(rng: random.Random, fewest: int = 1, most: int = 5) -> Scene:
     return Scene(tuple(_thing(rng, cell, colours, shapes) for cell in cells), rng.getrandbits(32))
 
 
+def draw_alike(rng: random.Random) -> Scene:
+    """A random picture of two to five things of few sorts, so that there are several of one colour and shape; some as
+    `captions.drawing` has them."""
+    cells = sorted(rng.sample(range(len(PLACES)), rng.randint(2, 5)))
+    sorts = [(rng.choice(list(COLOURS)), rng.choice(SHAPES)) for _ in range(rng.randint(1, 3))]
+    ground, things = rng.choice([None, *GROUNDS]), []
+    for cell in cells:
+        colour, shape = rng.choice(sorts)
+        thing = _thing(rng, cell, [colour], [shape])
+        x, y = centre(cell) if ground else (thing.x, thing.y)
+        things.append(replace(thing, x=x, y=y))
+    return Scene(tuple(things), rng.getrandbits(32), ground=ground)
+
+
 def draw_clip(rng: random.Random) -> Scene:
     """A random clip: two or three things that all look different, of which one or two move, one after the other."""
     while True:

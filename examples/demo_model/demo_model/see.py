@@ -30,6 +30,7 @@ from demo_model.scenes import (
     Canvas,
     Scene,
     canvas,
+    draw_alike,
     draw_clip,
     draw_scene,
     moments,
@@ -42,6 +43,8 @@ TOKEN = PATCH * MERGE
 GRID = SIDE // TOKEN
 KINDS = ("picture", "clip", "picture", "picture", "nothing")
 """Of the steps' batches, in turn."""
+ALIKE = 0.4
+"""Of the training's pictures: in so many are several things alike."""
 _IGNORED = -100
 _BALANCE = 0.01
 """Weight of the loss that keeps the experts evenly used (Switch Transformers, section 2.2)."""
@@ -115,7 +118,7 @@ def asked(kind: str, rng: random.Random, count: int, style: str | None = None, *
     if kind == "clip":
         scene = draw_clip(rng)
         return scene, style, about_clip(scene, rng, style or "full", count)
-    scene = draw_scene(rng)
+    scene = draw_alike(rng) if harder and rng.random() < ALIKE else draw_scene(rng)
     return scene, style, about_picture(scene, rng, style or "full", count, harder=harder)
 
 
