@@ -93,8 +93,8 @@ def looked_at(eyes: Omni, wanted: Sequence[Caption | Edit], drawn: Sequence[np.n
     """Whether what a model describes in each picture is what there should be. It is not asked for backgrounds."""
     asks = []
     for pixels in drawn:
-        picture = {"type": "image", "image": Image.fromarray(pixels)}
-        content = [picture, {"type": "text", "text": "What do you see?"}]
+        image = {"type": "image", "image": Image.fromarray(pixels)}
+        content = [image, {"type": "text", "text": "What do you see?"}]
         messages = [{"role": "system", "content": STYLES[JSON]}, {"role": "user", "content": content}]
         asks.append({"messages": messages, "sampling": {"thinker": GREEDY}})
     outs = eyes.generate(asks, modalities=["text"])
