@@ -44,8 +44,8 @@ SHIFT = 2.0
 NOISES = 2
 """With so many levels of noise each picture of a batch is seen."""
 PURE = {"draws": 1 / (STEPS + 1), "edits": 1 / 3}
-"""Of the levels of noise so many are noise alone: where what becomes of a picture is decided by nothing but words, and
-of edits by what is given."""
+"""The share of levels that are noise alone, where what becomes of a picture is decided: of captions by words only, as
+often as in a pipeline's steps; of edits by what is given too, which is harder to learn."""
 SIZES = {
     "cpu": {"vae": 16, "words": 192, "flow": 16, "decoder": 16},
     "cuda": {"vae": 32, "words": 512, "flow": 64, "decoder": 32},
@@ -178,8 +178,8 @@ class Prompts:
 
 
 class Prompted:
-    """Makes batches of `Prompts`, none of them held out: captions, and in two steps of three edits. Two of sixteen have
-    `longest` tokens, and fewer prompts."""
+    """Makes batches of `Prompts`, none of them held out: captions, and in two steps of three edits, of `HARDER` kinds.
+    Two of sixteen have `longest` tokens, and fewer prompts."""
 
     def __init__(self, directory: Path, size: int, longest: int = LONG) -> None:
         self.tokenizer, self.size, self.longest = _tokenizer(directory), size, longest
@@ -261,8 +261,9 @@ def reading_part(made: nn.ModuleDict, directory: Path, *, size: int = 512) -> Pa
 
 def flow_part(made: nn.ModuleDict, directory: Path, *, size: int = 64) -> Part:
     """Trains the denoiser: the velocity from pictures to noise, at levels of noise that are as frequent as in a
-    pipeline's steps. The first step sees nothing but noise, and only there what is told by all of a picture, as its
-    background, must be taken from the words. What has colour counts more, and what an edit changes most."""
+    pipeline's steps, but of edits, `PURE`. The first step sees nothing but noise, and only there what is told by all of
+    a picture, as its background, must be taken from the words. What has colour counts more, and what an edit changes
+    most."""
     text, transformer, vae = made["text_encoder"], made["transformer"], made["vae"]
 
     def loss(batch: Prompts, step: int) -> tuple[Tensor, dict[str, Tensor]]:

@@ -105,10 +105,13 @@ def _described(answer: str) -> list[Thing]:
     """The things that an answer in JSON describes; none where it is something else."""
     try:
         rows = json.loads(answer)["things"]
-        cells = [PLACES.index(row["place"]) for row in rows]
         return [
-            Thing(row["size"], row["colour"], row["shape"], cell, *centre(cell))
-            for row, cell in zip(rows, cells, strict=True)
+            Thing(
+                *(str(row[name]) for name in ("size", "colour", "shape")),
+                cell := PLACES.index(row["place"]),
+                *centre(cell),
+            )
+            for row in rows
         ]
     except (KeyError, TypeError, ValueError):
         return []
