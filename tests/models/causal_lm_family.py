@@ -67,7 +67,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 16,
         "q_lora_rank": 16,
         "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
+        "qk_rope_head_dim": 16,
         "v_head_dim": 16,
         "n_routed_experts": 4,
         "n_group": 1,
