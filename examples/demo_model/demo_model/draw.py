@@ -41,11 +41,8 @@ INEXACT = 0.4
 """Noise of the latents from which the decoder learns, at most, relative to their own deviation."""
 SHIFT = 2.0
 """Of the levels of noise: the pipeline takes more steps where there is much."""
-NOISES = 2
-"""With so many levels of noise each picture of a batch is seen."""
-PURE = {"draws": 1 / (STEPS + 1), "edits": 1 / 3}
-"""The share of levels that are noise alone, where what becomes of a picture is decided: of captions by words only, as
-often as in a pipeline's steps; of edits by what is given too, which is harder to learn."""
+LEAST = 0.1
+"""Noise from which a picture is followed."""
 SIZES = {
     "cpu": {"vae": 16, "words": 192, "flow": 16, "decoder": 16},
     "cuda": {"vae": 32, "words": 512, "flow": 64, "decoder": 32},
@@ -261,36 +258,48 @@ def reading_part(made: nn.ModuleDict, directory: Path, *, size: int = 512) -> Pa
 
 def flow_part(made: nn.ModuleDict, directory: Path, *, size: int = 64) -> Part:
     """Trains the denoiser: the velocity from pictures to noise, at levels of noise that are as frequent as in a
-    pipeline's steps, but of edits, `PURE`. The first step sees nothing but noise, and only there what is told by all of
-    a picture, as its background, must be taken from the words. What has colour counts more, and what an edit changes
-    most."""
+    pipeline's steps. The first step sees nothing but noise, and only there what is told by all of a picture, as its
+    background, must be taken from the words. What has colour counts more, and what an edit changes most.
+
+    An edit has one right result, and what becomes of it is decided in the first step: half of its levels are that. The
+    others lie between the noise and where the network itself leads from it, and it learns to go on from there to what
+    is right. Between noise and the right picture it would learn to believe what it sees rather than what is asked and
+    given, and keep the mistakes of its first step (scheduled sampling: Bengio et al. 2015)."""
     text, transformer, vae = made["text_encoder"], made["transformer"], made["vae"]
 
     def loss(batch: Prompts, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
             drawn = _scaled(clean(batch.after))
-            wanted = tokens(vae, drawn).repeat(NOISES, 1, 1)
+            wanted, words = tokens(vae, drawn), _read(text, batch.ids, batch.mask)
             weight, given = 1 + 3 * _where(_chroma(drawn)), []
             if batch.before is not None:
                 weight = weight + 8 * _where((drawn - _scaled(clean(batch.before))).abs())
-                given = [tokens(vae, _seen(batch.before)).repeat(NOISES, 1, 1)]
-            weight = weight.repeat(NOISES, 1)
-            words = _read(text, batch.ids, batch.mask).repeat(NOISES, 1, 1)
+                given = [tokens(vae, _seen(batch.before))]
         count, device = len(wanted), wanted.device
-        noise = torch.randn_like(wanted)
+        txt_ids = functional.pad(torch.arange(words.shape[1], device=device)[:, None], (3, 0))
+        img_ids = _places(wanted.shape[1], 1 + len(given), device)
+
+        def leads(seen: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+            """To which picture, and how far from the one that is wanted, relative to the noise."""
+            [velocity] = transformer(
+                hidden_states=torch.cat([seen, *given], 1),
+                encoder_hidden_states=words,
+                timestep=level,
+                img_ids=img_ids,
+                txt_ids=txt_ids,
+                return_dict=False,
+            )
+            found = seen - level[:, None, None] * velocity[:, : wanted.shape[1]]
+            away = (found - wanted).square().mean(-1) / level[:, None]
+            return found.detach(), (weight * away).sum() / weight.sum()
+
+        noise, aim, losses = torch.randn_like(wanted), wanted, {}
+        if given:
+            aim, losses["edits"] = leads(noise, torch.ones(count, device=device))
         spread = (torch.rand(count, device=device) + torch.arange(count, device=device)) / count
-        level = _shifted((spread / (1 - PURE["edits" if given else "draws"])).clamp(max=1))
-        [velocity] = transformer(
-            hidden_states=torch.cat([torch.lerp(wanted, noise, level[:, None, None]), *given], 1),
-            encoder_hidden_states=words,
-            timestep=level,
-            img_ids=_places(wanted.shape[1], 1 + len(given), device),
-            txt_ids=functional.pad(torch.arange(batch.ids.shape[1], device=device)[:, None], (3, 0)),
-            return_dict=False,
-        )
-        away = (velocity[:, : wanted.shape[1]] - (noise - wanted)).square().mean(-1)
-        found = (weight * away).sum() / weight.sum()
-        return found, {"edits" if given else "draws": found}
+        level = _shifted((LEAST + (1 - LEAST) * spread * (STEPS + 1) / STEPS).clamp(max=1))
+        _, losses["later" if given else "draws"] = leads(torch.lerp(aim, noise, level[:, None, None]), level)
+        return torch.stack([*losses.values()]).mean(), losses
 
     batches = Prompted(directory, size)
     [matrices, _] = inside(transformer.transformer_blocks, transformer.single_transformer_blocks)
