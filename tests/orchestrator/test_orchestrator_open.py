@@ -135,7 +135,9 @@ def test_killed_while_it_holds(system: System, victims: tuple[str, ...]) -> None
     system.run(body)
 
 
-@pytest.mark.parametrize(("stage", "at"), [("forward", 0), ("forward", 3), ("counter", 25)])
+@pytest.mark.parametrize(
+    ("stage", "at"), [("forward", 0), pytest.param("forward", 3, marks=pytest.mark.nightly), ("counter", 25)]
+)
 def test_killed_while_it_computes_what_was_appended(system: System, tmp_path: Path, stage: str, at: int) -> None:
     """`forward`: at this place of a piece; `counter`: after so many units, in the second turn."""
     hold = {"stage": stage, "at": at, "fifo": str(tmp_path / "gate")}

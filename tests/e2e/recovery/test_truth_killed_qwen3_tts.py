@@ -51,7 +51,7 @@ def check(output: RequestOutput, name: str) -> None:
     assert float(np.abs(samples - golden[f"{name}.samples"]).max()) < 1e-4
 
 
-@pytest.mark.parametrize("stage", ["talker", "vocoder"])
+@pytest.mark.parametrize("stage", ["vocoder", pytest.param("talker", marks=pytest.mark.nightly)])
 def test_killed_at_work(system: System, stage: str) -> None:
     """At the first audio, another request being in the same worker."""
 
