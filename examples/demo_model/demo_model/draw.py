@@ -42,7 +42,7 @@ INEXACT = 0.4
 SHIFT = 2.0
 """Of the levels of noise: the pipeline takes more steps where there is much."""
 LEAST = 0.1
-"""Noise from which a picture is followed."""
+"""The least level of noise that the denoiser is trained at, before the shift; a pipeline ends with 1 / STEPS."""
 SIZES = {
     "cpu": {"vae": 16, "words": 192, "flow": 16, "decoder": 16},
     "cuda": {"vae": 32, "words": 512, "flow": 64, "decoder": 32},
@@ -261,10 +261,10 @@ def flow_part(made: nn.ModuleDict, directory: Path, *, size: int = 64) -> Part:
     pipeline's steps. The first step sees nothing but noise, and only there what is told by all of a picture, as its
     background, must be taken from the words. What has colour counts more, and what an edit changes most.
 
-    An edit has one right result, and what becomes of it is decided in the first step: half of its levels are that. The
-    others lie between the noise and where the network itself leads from it, and it learns to go on from there to what
-    is right. Between noise and the right picture it would learn to believe what it sees rather than what is asked and
-    given, and keep the mistakes of its first step (scheduled sampling: Bengio et al. 2015)."""
+    An edit has one right result, and what becomes of it is decided in the first step: at least half of its levels are
+    that. The others lie between the noise and where the network itself leads from it, and it learns to go on from there
+    to what is right. Between noise and the right picture it would learn to believe what it sees rather than what is
+    asked and given, and keep the mistakes of its first step (scheduled sampling: Bengio et al. 2015)."""
     text, transformer, vae = made["text_encoder"], made["transformer"], made["vae"]
 
     def loss(batch: Prompts, step: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -280,7 +280,7 @@ def flow_part(made: nn.ModuleDict, directory: Path, *, size: int = 64) -> Part:
         img_ids = _places(wanted.shape[1], 1 + len(given), device)
 
         def leads(seen: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
-            """To which picture, and how far from the one that is wanted, relative to the noise."""
+            """To which picture, and its squared distance from the one that is wanted, divided by the level."""
             [velocity] = transformer(
                 hidden_states=torch.cat([seen, *given], 1),
                 encoder_hidden_states=words,
