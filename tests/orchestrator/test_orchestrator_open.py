@@ -136,7 +136,8 @@ def test_killed_while_it_holds(system: System, victims: tuple[str, ...]) -> None
 
 
 @pytest.mark.parametrize(
-    ("stage", "at"), [("forward", 0), pytest.param("forward", 3, marks=pytest.mark.nightly), ("counter", 25)]
+    ("stage", "at"),
+    [*(pytest.param("forward", at, marks=pytest.mark.nightly) for at in (0, 3)), ("counter", 25)],
 )
 def test_killed_while_it_computes_what_was_appended(system: System, tmp_path: Path, stage: str, at: int) -> None:
     """`forward`: at this place of a piece; `counter`: after so many units, in the second turn."""

@@ -60,6 +60,7 @@ def test_a_mask_keeps_the_rest(client: openai.OpenAI) -> None:
     assert apart[:, :32].mean() > 2
 
 
+@pytest.mark.nightly  # test_server_edits
 def test_a_reference(server: Served) -> None:
     with server.client() as http:
         made = [

@@ -12,6 +12,8 @@ from truth_system import BY_NAME, WITHIN, System, Truth, apart
 
 from segue.messages.errors import InvalidRequest
 
+pytestmark = pytest.mark.nightly  # test_truth_skip_tokenizer
+
 CASE = BY_NAME["text"]
 KEPT = (".safetensors", "config.json", "model.safetensors.index.json", ".pt")
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from truth_system import BY_NAME, CASES, LONG, WITHIN, Case, System, Truth, assert_equals, longer
 
+pytestmark = pytest.mark.nightly  # test_truth_preempted has chunks as small
+
 DEPLOYMENT = {"stages": {name: {"max_tokens_per_step": 16} for name in ("thinker", "talker")}}
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("case", [*CASES, LONG], ids=lambda case: case.name)
 def test_alone(system: System, truth: Truth, assets: Path, case: Case) -> None:
     [output] = system.ask(case.prompt(assets))

@@ -78,7 +78,9 @@ def test_killed_at_work(system: System, truth: Truth, assets: Path, stage: str, 
     assert output.metrics.attempts == 2
 
 
-@pytest.mark.parametrize("with_upstream", [False, True], ids=["alone", "with its upstream"])
+@pytest.mark.parametrize(
+    "with_upstream", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["alone", "with its upstream"]
+)
 @pytest.mark.parametrize("stage", ["thinker", "talker", "vocoder"])
 def test_killed_when_its_upstream_had_ended(
     system: System, truth: Truth, assets: Path, stage: str, with_upstream: bool

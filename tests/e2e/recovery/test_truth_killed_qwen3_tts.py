@@ -18,6 +18,8 @@ from segue.messages.deltas import AudioDelta, Delta
 from segue.messages.sampling import SamplingParams
 from segue.orchestrator.omni.outputs import RequestOutput
 
+pytestmark = pytest.mark.nightly  # test_truth_killed kills a talker and a vocoder every time
+
 GOLDEN = Path(__file__).parents[2] / "models" / "speech" / "qwen3_tts" / "golden"
 EVERY = 7
 """Of the samples, one is recorded."""
@@ -51,7 +53,7 @@ def check(output: RequestOutput, name: str) -> None:
     assert float(np.abs(samples - golden[f"{name}.samples"]).max()) < 1e-4
 
 
-@pytest.mark.parametrize("stage", ["vocoder", pytest.param("talker", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("stage", ["vocoder", "talker"])
 def test_killed_at_work(system: System, stage: str) -> None:
     """At the first audio, another request being in the same worker."""
 

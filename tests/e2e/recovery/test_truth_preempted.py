@@ -1,4 +1,5 @@
-"""Too few KV blocks for what is asked at once: requests are preempted, computed again, and say the same."""
+"""Too few KV blocks for what is asked at once: requests are preempted, computed again in chunks of sixteen tokens, and
+say the same."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from truth_system import BY_NAME, LONG, System, Truth, longer
 
 DEPLOYMENT = {
     "stages": {
-        "thinker": {"block_size": 4, "kv_blocks": 64},
-        "talker": {"block_size": 4, "kv_blocks": 80},
+        "thinker": {"block_size": 4, "kv_blocks": 64, "max_tokens_per_step": 16},
+        "talker": {"block_size": 4, "kv_blocks": 80, "max_tokens_per_step": 16},
     }
 }
 TEXTS = ["Tell me a story.", "Where is the station?", "What is this?"]

@@ -12,6 +12,8 @@ from truth_system import CASES, LONG, LONG_MIXED, Case, System, Truth
 from segue.messages.deltas import AudioDelta, Delta
 from segue.orchestrator.omni.outputs import RequestOutput
 
+pytestmark = pytest.mark.nightly  # test_orchestrator_edges
+
 DEPLOYMENT = {
     "stages": {"encoder": {"fuse_with": None}},
     "limits": {"retained_bytes": 1},
@@ -28,16 +30,13 @@ def spilled(system: System, stage: str) -> list[str]:
     return [link for link in links if link.startswith(system.omni.orchestrator.runtime_dir) and "(deleted)" in link]
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_alone(system: System, truth: Truth, assets: Path, case: Case) -> None:
     [output] = system.ask(case.prompt(assets))
     truth.check(output, case)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(LONG, marks=pytest.mark.nightly), LONG_MIXED], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", [LONG, LONG_MIXED], ids=lambda case: case.name)
 @pytest.mark.parametrize("stage", ["thinker", "talker", "vocoder"])
 def test_killed_and_run_again_from_the_file(system: System, truth: Truth, assets: Path, stage: str, case: Case) -> None:
     upstream = {"thinker": "input", "talker": "thinker", "vocoder": "talker"}[stage]

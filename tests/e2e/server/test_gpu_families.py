@@ -1,6 +1,6 @@
 """What the tiny checkpoint of every family gives on a GPU, against what it gives on a CPU, in float32: `pytest -m gpu`.
 
-One runs on the CPU twice, so that this file is known to work where there is no GPU.
+Nightly, one runs on the CPU twice, so that this file is known to work where there is no GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ if not has_model(version("transformers")):
 
 @pytest.mark.parametrize(
     ("preset", "device"),
-    [("llama", "cpu"), *(pytest.param(name, "cuda:0", marks=GPU) for name in PRESETS)],
+    [
+        pytest.param("llama", "cpu", marks=pytest.mark.nightly),
+        *(pytest.param(name, "cuda:0", marks=GPU) for name in PRESETS),
+    ],
 )
 def test_a_device_gives_what_a_cpu_gives(preset: str, device: str, tmp_path: Path) -> None:
     directory = tmp_path / preset

@@ -156,9 +156,9 @@ def test_a_reader_that_has_had_enough(model: Path) -> None:
         ("bench hop", ""),
         ("--help", ""),
         ("--help", "1"),
-        ("serve --help", "1"),
-        ("bench text --help", "1"),
-        ("bench hop --help", "1"),
+        pytest.param("serve --help", "1", marks=pytest.mark.nightly),
+        pytest.param("bench text --help", "1", marks=pytest.mark.nightly),
+        pytest.param("bench hop --help", "1", marks=pytest.mark.nightly),
     ],
 )
 def test_an_output_that_takes_nothing(model: Path, tmp_path: Path, command: str, unbuffered: str) -> None:

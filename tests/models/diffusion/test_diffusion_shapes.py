@@ -67,6 +67,7 @@ def test_sdxl(tmp_path: Path) -> None:
     assert [tuple(one.shape) for one in predictions] == [(1, 4, 128, 128)] * 5
 
 
+@pytest.mark.nightly  # another of the same kind of denoiser, in its size
 def test_qwen_image(tmp_path: Path) -> None:
     write_configs(
         tmp_path,

@@ -99,7 +99,7 @@ def test_alone(kind: str, chain: Chain, theirs: list[list[torch.Tensor]]) -> Non
         assert apart(made, images) < WITHIN
 
 
-@pytest.mark.parametrize("late", [{}, {1: 1, 3: 2}])
+@pytest.mark.parametrize("late", [pytest.param({}, marks=pytest.mark.nightly), {1: 1, 3: 2}])
 def test_in_a_batch(kind: str, chain: Chain, theirs: list[list[torch.Tensor]], late: dict[int, int]) -> None:
     made = chain.run(*CASES[kind], late=late)
     assert max(apart(one, images) for one, images in zip(made, theirs, strict=True)) < WITHIN

@@ -100,7 +100,7 @@ def test_alone(chain: Chain, theirs: list[list[torch.Tensor]]) -> None:
             assert levels.max() <= 1
 
 
-@pytest.mark.parametrize("late", [{}, {1: 1, 2: 2, 3: 3, 5: 1}])
+@pytest.mark.parametrize("late", [pytest.param({}, marks=pytest.mark.nightly), {1: 1, 2: 2, 3: 3, 5: 1}])
 def test_in_a_batch(chain: Chain, theirs: list[list[torch.Tensor]], late: dict[int, int]) -> None:
     made = chain.run(*CASES, late=late)
     assert max(apart(one, image) for one, image in zip(made, theirs, strict=True)) < WITHIN

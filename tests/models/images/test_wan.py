@@ -108,7 +108,7 @@ def test_alone(load: Load, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("late", [{}, {1: 1, 2: 2, 3: 3}])
+@pytest.mark.parametrize("late", [pytest.param({}, marks=pytest.mark.nightly), {1: 1, 2: 2, 3: 3}])
 def test_in_a_batch_and_joined_late(load: Load, name: str, late: dict[int, int]) -> None:
     """Each is at another step with its own scheduler, some with another expert."""
     kind = load(name)

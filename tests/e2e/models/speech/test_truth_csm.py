@@ -87,6 +87,7 @@ def test_speech_is_the_librarys_and_streams(system: System, library: Reference, 
     assert {delta.sample_rate for delta in pieces} == {24000}
 
 
+@pytest.mark.nightly  # test_truth_killed_mimo_audio
 @pytest.mark.parametrize("stage", ["backbone", "vocoder"])
 def test_killed_at_work(system: System, library: Reference, prompts: list[dict[str, Any]], stage: str) -> None:
     """At the third piece, others being in the same worker."""

@@ -22,6 +22,8 @@ from segue.models.speech.higgs_audio_v2.library import HiggsAudioV2ForConditiona
 from segue.models.speech.higgs_audio_v2.loading import load_codec, load_codec_config, load_config
 from segue.orchestrator.omni.outputs import RequestOutput
 
+pytestmark = pytest.mark.nightly  # test_truth_csm has the same stages
+
 ROWS, GROUPS, HOP = 90, 8, 960
 WITHIN = 1e-4
 

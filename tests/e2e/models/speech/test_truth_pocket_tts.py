@@ -20,6 +20,8 @@ from segue.models.speech.pocket_tts.reference import Reference
 from segue.models.speech.pocket_tts.tiny import presets as tiny
 from segue.orchestrator.omni.outputs import RequestOutput
 
+pytestmark = pytest.mark.nightly  # test_truth_pocket_tts_graph and test_server_pocket_tts run every time
+
 WITHIN = 1e-4
 SEED = 7
 WIDTH = 8

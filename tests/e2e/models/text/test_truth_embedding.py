@@ -66,6 +66,7 @@ def test_from_python(system: System, expected: list[np.ndarray]) -> None:
         system.ask({"prompt": "a", "modalities": ["text"]})
 
 
+@pytest.mark.nightly  # test_truth_llm
 def test_a_killed_worker_changes_nothing(system: System, expected: list[np.ndarray]) -> None:
     async def body() -> list[Any]:
         worker = system.stopped("embedder")

@@ -20,6 +20,7 @@ from segue.engines.autoregressive.speculation.ngram import NgramDrafter
 from segue.models.shared.decoder.speculators.eagle import Eagle
 from segue.models.shared.decoder.speculators.medusa import Medusa
 from segue.models.shared.decoder.speculators.mtp import MultiToken, layouts
+from selection import daily
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +175,6 @@ class Kind:
 KINDS = {"ngram": 0.02, "draft": 0.35, "medusa": 0.35, "eagle1": 0.35, "eagle3": 0.35, "mtp": 0.35}
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=daily(KINDS, KINDS.keys() - {"eagle1"}))
 def kind(request):
     return Kind(request.getfixturevalue(request.param), KINDS[request.param])

@@ -15,6 +15,7 @@ from segue.engines.autoregressive.speculation.cache import keeping
 from segue.kernels.attention.interface import Chunked
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
+from selection import daily
 
 SIZE = 8
 PROMPTS = prompts(6, (3, 17, 32, 9, 50, 70), seed=3)
@@ -23,7 +24,9 @@ TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module", params=daily(KINDS, ("mistral", "mistral, two tokens", "gemma 3", "llama 4", "gpt-oss"))
+)
 def adapter(request):
     return Windowed(tiny(request.param))
 

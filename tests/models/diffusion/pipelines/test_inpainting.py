@@ -215,7 +215,7 @@ def test_a_part_is_made_anew(chain: Chain, cases: list[dict[str, Any]], theirs: 
         assert apart(made, images) < WITHIN
 
 
-@pytest.mark.parametrize("late", [{}, {1: 1, 3: 2}])
+@pytest.mark.parametrize("late", [pytest.param({}, marks=pytest.mark.nightly), {1: 1, 3: 2}])
 def test_in_a_batch(
     kind: Kind, chain: Chain, cases: list[dict[str, Any]], theirs: list[list[torch.Tensor]], late: dict[int, int]
 ) -> None:

@@ -92,6 +92,7 @@ def twice(pipeline: Pipeline, asked: list[Ask]) -> list[Codes]:
 # --- ranks -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly  # as in test_qwen3_omni_abilities
 def test_a_thinker_on_two_ranks(
     tiny_dir: Path, encoder: Encoder, thinker: Thinker, talker: Talker, expected: list[Codes], second: Second
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_thinker_on_two_ranks(
         assert 2 * led.kv.kv_heads == thinker.kv.kv_heads
 
 
+@pytest.mark.nightly  # as in test_qwen3_omni_abilities
 def test_a_talker_on_two_ranks(
     tiny_dir: Path, encoder: Encoder, thinker: Thinker, talker: Talker, expected: list[Codes], second: Second
 ) -> None:
@@ -155,7 +157,10 @@ PACKED_INTS = {
 }
 
 
-@pytest.mark.parametrize(("written", "parts"), [(PACKED_INTS, "thinker."), (AWQ, ("thinker.", "talker."))])
+@pytest.mark.parametrize(
+    ("written", "parts"),
+    [pytest.param(PACKED_INTS, "thinker.", marks=pytest.mark.nightly), (AWQ, ("thinker.", "talker."))],
+)
 def test_a_quantised_checkpoint(
     tiny_dir: Path, tmp_path: Path, thinker: Thinker, written: dict[str, object], parts: str | tuple[str, ...]
 ) -> None:

@@ -41,7 +41,7 @@ DIVIDED: dict[str, dict[str, Any]] = {
 """Those with a plan, by model type: what differs from the small checkpoints of other tests."""
 
 
-@pytest.mark.parametrize("kind", daily(DIVIDED, ("qwen3_next", "nemotron_h")))
+@pytest.mark.parametrize("kind", daily(DIVIDED, ("qwen3_next",)))
 def test_two_equal_one(kind: str, tmp_path: Path, second: Second) -> None:
     """Greedy tokens of ten prompts in one batch, in pieces, with prefix hits, and after preemption."""
     directory = make(kind, tmp_path / kind, **DIVIDED[kind])
