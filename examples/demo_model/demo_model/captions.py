@@ -18,7 +18,7 @@ HELD_OUT = 12
 """One of so many captions and edits is never trained on."""
 KINDS = ("colour", "all", "size", "shape", "place", "less", "more")
 """Of edits."""
-HARDER = (*["colour"] * 2, *["all"] * 3, *["size"] * 4, *["shape"] * 3, *["place"] * 7, *["less"] * 3, "more")
+HARDER = (*["colour"] * 4, "all", *["size"] * 3, *["shape"] * 2, *["place"] * 10, "less", "more")
 """For the training: more of those for which a thing must be found, and drawn anew as it was. One in two of new sizes is
 the old one, and another kind is taken."""
 RELATIONS: dict[str, Callable[[Thing, Thing], bool]] = {

@@ -128,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("eyes", type=Path, help="a checkpoint that sees, such as segue-shapes")
-    parser.add_argument("--count", type=int, default=50, help="of captions, and of edits")
+    parser.add_argument("--count", type=int, default=100, help="of captions, and of edits")
     parser.add_argument("--pictures", type=Path, help="where to write those of the library")
     options = parser.parse_args()
     sorts, wanted = zip(*held_out(options.count), strict=True)
