@@ -29,8 +29,8 @@ matplotlib.use("Agg")
 sys.path.insert(0, str(Path(__file__).parent / "demo_model"))
 import httpx
 import numpy as np
+from demo_model.data.questions import facts_of
 from demo_model.pixels import follows
-from demo_model.questions import facts_of
 from matplotlib import pyplot as plt
 from openai import OpenAI
 from PIL import Image

@@ -1,5 +1,4 @@
-"""Train a small model in the published format of Qwen3-Omni from data that these scripts make themselves.
+"""Train small models, one in the published format of Qwen3-Omni and one that draws, from data that these scripts make.
 
-`scenes` and `questions` make what it sees and is asked, `speech` what it hears. `checkpoint` writes the untrained
-model. `see` and `hear` train one part each; `training` is what they share.
+`data` makes what they learn from, `training` is how they learn it, and the files beside them ask and measure.
 """

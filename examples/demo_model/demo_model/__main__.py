@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from demo_model.checkpoint import create
-from demo_model.schedule import PARTS, Options, assemble, limits, train_all, train_one
+from demo_model.training.checkpoint import create
+from demo_model.training.schedule import PARTS, Options, assemble, limits, train_all, train_one
 
 
 def main() -> None:

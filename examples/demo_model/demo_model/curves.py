@@ -13,7 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from demo_model.training import LOG
+from demo_model.training.steps import LOG
 
 _SMOOTHED = 15
 """Lines of the log."""

@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from demo_model import codec, hear, see
-from demo_model.questions import JSON, STYLES, Question, is_right
-from demo_model.scenes import clip, picture
+from demo_model.data.answers import asked
+from demo_model.data.questions import JSON, STYLES, Question, is_right
+from demo_model.data.recordings import HEARD_RATE, sound
+from demo_model.data.sayings import SPOKEN_RATE, spoken
+from demo_model.data.scenes import clip, picture
 from demo_model.ways import WAYS
 from segue import Omni
 from segue.media.audio import resample
@@ -41,10 +43,10 @@ def held_out(count: int, *, spoken: bool = True, grammar: bool = False, seed: in
     rng = random.Random(f"held out/{seed}")
     for kind in ("picture", "clip", "nothing"):
         for number in range(0, 2 * count, 1 if spoken else 2):
-            scene, style, [question] = see.asked(kind, rng, 1)
+            scene, style, [question] = asked(kind, rng, 1)
             said: dict[str, Any] = {"type": "text", "text": question.text}
             if number % 2:
-                said = {"type": "audio", "audio": (hear.sound(question.text, rng), hear.HEARD_RATE)}
+                said = {"type": "audio", "audio": (sound(question.text, rng), HEARD_RATE)}
             content = [said]
             if scene is not None and scene.moves:
                 content.insert(0, {"type": "video", "video": (clip(scene), 2.0)})
@@ -78,7 +80,7 @@ def speech(omni: Omni, count: int) -> dict[str, Any]:
     words = sum(map(len, said))
     sounds = {
         "error": [out.audio.samples for out in outs],
-        "espeak": [codec.spoken(out.text, "chelsie") / 32768 for out in outs],
+        "espeak": [spoken(out.text, "chelsie") / 32768 for out in outs],
     }
     shares = {name: round(misheard(said, heard) / words, 4) for name, heard in sounds.items()} if words else {}
     return {"spoken": len(outs), "words": words, **shares}
@@ -86,7 +88,7 @@ def speech(omni: Omni, count: int) -> dict[str, Any]:
 
 def misheard(said: Sequence[Sequence[str]], sounds: Sequence[np.ndarray]) -> int:
     """How many words a recogniser mistakes in sounds, float [samples] at the model's rate."""
-    return sum(mistakes(words, recognised(sound, codec.SPOKEN_RATE)) for words, sound in zip(said, sounds, strict=True))
+    return sum(mistakes(words, recognised(sound, SPOKEN_RATE)) for words, sound in zip(said, sounds, strict=True))
 
 
 def aloud(omni: Omni, count: int, seed: int = 0) -> list[Any]:
@@ -102,8 +104,8 @@ def recognised(samples: np.ndarray, rate: int) -> list[str]:
 
     if not len(samples):
         return []
-    pieces = resample(samples.astype(np.float32), rate, hear.HEARD_RATE)
-    decoder = pocketsphinx.Decoder(samprate=hear.HEARD_RATE, loglevel="FATAL")
+    pieces = resample(samples.astype(np.float32), rate, HEARD_RATE)
+    decoder = pocketsphinx.Decoder(samprate=HEARD_RATE, loglevel="FATAL")
     decoder.start_utt()
     decoder.process_raw((pieces.clip(-1, 1) * 32767).astype("<i2").tobytes(), full_utt=True)
     decoder.end_utt()

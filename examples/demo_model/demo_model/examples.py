@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from demo_model import hear, see
-from demo_model.captions import Caption, Group, drawing, is_held_out, random_caption, random_edit
+from demo_model.data.answers import asked
+from demo_model.data.captions import Caption, Group, drawing, is_held_out, random_caption, random_edit
+from demo_model.data.questions import JSON, STYLES, Question
+from demo_model.data.recordings import HEARD_RATE, sound
+from demo_model.data.scenes import COLOURS, SIDE, Scene, clip, picture
 from demo_model.pixels import STEPS
-from demo_model.questions import JSON, STYLES, Question
-from demo_model.scenes import COLOURS, SIDE, Scene, clip, picture
 from segue.media.write_video import VideoWriter
 
 FPS = 2.0
@@ -61,7 +62,7 @@ def examples(directory: Path, seed: int = 0) -> list[dict[str, Any]]:
         said: dict[str, Any] = {"type": "text", "text": question.text}
         if spoken:
             file = f"{number}-question.wav"
-            _write_wav(directory / file, hear.sound(question.text, rng))
+            _write_wav(directory / file, sound(question.text, rng))
             said = {"type": "input_audio", "input_audio": {"data": file, "format": "wav"}}
         content = [said] if scene is None else [_shown(scene, directory, number), said]
         messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
@@ -95,7 +96,7 @@ def drawings(directory: Path, seed: int = 0) -> list[dict[str, Any]]:
 
 def _asked(rng: random.Random, kind: str, asks: str, style: str) -> tuple[Scene | None, Question]:
     while True:
-        scene, found, [question] = see.asked(kind, rng, 1)
+        scene, found, [question] = asked(kind, rng, 1)
         if found == style and question.kind == asks:
             return scene, question
 
@@ -116,7 +117,7 @@ def _write_wav(path: Path, samples: np.ndarray) -> None:
     with wave.open(str(path), "wb") as out:
         out.setnchannels(1)
         out.setsampwidth(2)
-        out.setframerate(hear.HEARD_RATE)
+        out.setframerate(HEARD_RATE)
         out.writeframes((np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes())
 
 

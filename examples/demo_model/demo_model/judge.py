@@ -1,5 +1,5 @@
-"""Count the held-out captions and edits that a checkpoint of `draw.py` draws right, by plain checks of the pixels and
-by what a model that sees tells of them: `python -m demo_model.judge DIR EYES`. Writes `DIR/quality.json`.
+"""Count the held-out captions and edits that a checkpoint of `demo_model.draw` draws right, by plain checks of the
+pixels and by what a model that sees tells of them: `python -m demo_model.judge DIR EYES`. Writes `DIR/quality.json`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from demo_model.captions import Caption, Edit, drawing, is_held_out, random_caption, random_edit, shows, things_for
+from demo_model.data.captions import Caption, Edit, drawing, is_held_out, random_caption, random_edit, shows, things_for
+from demo_model.data.questions import JSON, STYLES
+from demo_model.data.scenes import PLACES, SIDE, Thing, centre, picture
 from demo_model.evaluate import GREEDY
 from demo_model.pixels import STEPS, is_right
 from demo_model.quality import write
-from demo_model.questions import JSON, STYLES
-from demo_model.scenes import PLACES, SIDE, Thing, centre, picture
 from segue import Omni
 from segue.messages.diffusion import TAYLORSEER
 from segue.models.shared.diffusion.library import LIBRARIES

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from demo_model.captions import Caption, Edit, caption_of, shows
-from demo_model.scenes import COLOURS, RADII, SHAPES, SIDE, Thing, covered, outline
+from demo_model.data.captions import Caption, Edit, caption_of, shows
+from demo_model.data.scenes import COLOURS, RADII, SHAPES, SIDE, Thing, covered, outline
 
 STEPS = 8
 """Of the denoiser, with which pictures are drawn."""

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from demo_model import evaluate
-from demo_model.codec import FRAME
-from demo_model.questions import STYLES
+from demo_model.data.questions import STYLES
+from demo_model.data.sayings import FRAME
 from demo_model.ways import WAYS, batched, encoded, library_of
 from segue import AsyncOmni, Omni
 from segue.messages.deltas import AudioDelta

@@ -34,8 +34,9 @@ def package(one_thread: None) -> Any:
 def test_the_judge_sees_what_was_painted(seed: int) -> None:
     """Captions are parsed; what is laid out for one follows it; a painted scene is right for its words, and wrong with
     one thing changed."""
-    from demo_model import captions, pixels
-    from demo_model.scenes import COLOURS, SHAPES, Scene, picture
+    from demo_model import pixels
+    from demo_model.data import captions
+    from demo_model.data.scenes import COLOURS, SHAPES, Scene, picture
 
     rng = random.Random(seed)
     caption = captions.random_caption(rng)
@@ -58,7 +59,7 @@ def test_the_judge_sees_what_was_painted(seed: int) -> None:
 
 @pytest.mark.parametrize("words", ["", "two red dogs", "a red circle over a star", "a red circle on the table"])
 def test_other_words_are_no_captions(words: str) -> None:
-    from demo_model.captions import caption_of
+    from demo_model.data.captions import caption_of
 
     with pytest.raises(ValueError, match="not in the captions' language"):
         caption_of(words)
@@ -67,10 +68,10 @@ def test_other_words_are_no_captions(words: str) -> None:
 @pytest.mark.nightly
 def test_training_resumes_and_its_checkpoint_draws_through_segue(tmp_path: Path) -> None:
     """Two calls learn what one does; the library and Segue draw and edit alike with it."""
-    from demo_model import draw
-    from demo_model.captions import drawing, random_edit
-    from demo_model.scenes import picture
-    from demo_model.training import Limits, train
+    from demo_model.data.captions import drawing, random_edit
+    from demo_model.data.scenes import picture
+    from demo_model.training import draw
+    from demo_model.training.steps import Limits, train
 
     def trained(directory: Path, *calls: int) -> Any:
         """`calls`: the step to which each call trains; the rates are those of a training of three steps."""

@@ -28,7 +28,7 @@ def package() -> Any:
 
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from demo_model.checkpoint import create
+    from demo_model.training.checkpoint import create
 
     directory = tmp_path_factory.mktemp("demo")
     create(directory)
@@ -38,7 +38,7 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(untrained: Path) -> Any:
     """As it is trained, with the training's own functions in it."""
-    from demo_model import networks
+    from demo_model.training import networks
 
     model = networks.Qwen3OmniMoeForConditionalGeneration.from_pretrained(untrained, dtype=torch.float32)
     networks.prepare(model, torch.device("cpu"))
@@ -46,7 +46,7 @@ def model(untrained: Path) -> Any:
 
 
 def test_an_answer_is_right_for_its_own_question_only() -> None:
-    from demo_model import questions, scenes
+    from demo_model.data import questions, scenes
 
     rng = random.Random(0)
     kinds = set()
@@ -68,7 +68,7 @@ def test_an_answer_is_right_for_its_own_question_only() -> None:
 
 def test_pictures_are_painted_beside_others_as_alone() -> None:
     """What lies at a thing's centre has its colour, however many things the other pictures have."""
-    from demo_model import scenes
+    from demo_model.data import scenes
 
     rng = random.Random(5)
     made = [scenes.draw_scene(rng, count, count) for count in (7, 1, 4)]
@@ -82,18 +82,21 @@ def test_pictures_are_painted_beside_others_as_alone() -> None:
 
 def test_pixels_and_positions_are_those_of_the_library(untrained: Path, model: Any) -> None:
     """And a question among others about a picture gets the logits that the library gives it alone."""
-    from demo_model import scenes, see
+    from demo_model.data import answers, scenes
+    from demo_model.data.prompts import encode
+    from demo_model.data.questions import STYLES
+    from demo_model.training import see
     from PIL import Image
 
     from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeForConditionalGeneration, Qwen3OmniMoeProcessor
 
     processor = Qwen3OmniMoeProcessor.from_pretrained(untrained)
     library = Qwen3OmniMoeForConditionalGeneration.from_pretrained(untrained, dtype=torch.float32).eval()
-    for kind in see.KINDS[2:4]:
-        scene, style, asked = see.asked(kind, random.Random(1), 3)
+    for kind in answers.KINDS[2:4]:
+        scene, style, asked = answers.asked(kind, random.Random(1), 3)
         assert scene is not None
         frames = scenes.clip(scene)
-        batch = see.Sequences(untrained, 1, [kind], 3).batch(kind, [(scene, style, asked)])
+        batch = answers.Sequences(untrained, 1, [kind], 3).batch(kind, [(scene, style, asked)])
         assert batch.drawn is not None
         quiet = replace(batch, drawn=replace(batch.drawn, noise=torch.zeros(len(frames))))
         frames = scenes.painted(quiet.drawn).numpy()
@@ -102,14 +105,14 @@ def test_pixels_and_positions_are_those_of_the_library(untrained: Path, model: A
         losses = []
         for one in asked:
             media = {"picture": "<|image_pad|>", "clip": "<|video_pad|>"}[kind]
-            system = f"<|im_start|>system\n{see.STYLES[style]}<|im_end|>\n" if style else ""
+            system = f"<|im_start|>system\n{STYLES[style]}<|im_end|>\n" if style else ""
             start = f"{system}<|im_start|>user\n<|vision_start|>{media}<|vision_end|>{one.text}<|im_end|>\n"
             given: dict[str, Any] = {"images": [Image.fromarray(frames[0])]}
             if kind == "clip":
                 given = {"videos": [frames], "videos_kwargs": {"fps": 2.0, "input_data_format": "channels_last"}}
             text = f"{start}<|im_start|>assistant\n{one.answer}<|im_end|>"
             inputs = processor(text=text, return_tensors="pt", **given)
-            answer = len(see.encode(untrained, f"{one.answer}<|im_end|>"))
+            answer = len(encode(untrained, f"{one.answer}<|im_end|>"))
             with torch.no_grad():
                 logits = library.thinker(**inputs).logits[0, -answer - 1 : -1]
             losses.append(torch.nn.functional.cross_entropy(logits, inputs["input_ids"][0, -answer:], reduction="none"))
@@ -123,7 +126,9 @@ def test_pixels_and_positions_are_those_of_the_library(untrained: Path, model: A
 def test_spectra_rows_and_experts_are_those_of_the_library(untrained: Path, model: Any) -> None:
     """Recordings at once give what the library gives each, and experts do with their tokens side by side."""
     pytest.importorskip("espeakng_loader")
-    from demo_model import hear, networks
+    from demo_model.data import recordings
+    from demo_model.data.prompts import rows_of
+    from demo_model.training import hear, networks
     from transformers import WhisperFeatureExtractor
 
     from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeForConditionalGeneration
@@ -132,16 +137,18 @@ def test_spectra_rows_and_experts_are_those_of_the_library(untrained: Path, mode
     extractor = WhisperFeatureExtractor.from_pretrained(untrained)
     rng = np.random.default_rng(0)
     sounds = [rng.normal(0, 0.1, length).astype(np.float32) for length in (40_000, 16_160, 160_123)]
-    given = hear.recordings(sounds)
+    given = recordings.recordings(sounds)
     mels = hear.spectra(given)
     with torch.no_grad():
         rows = networks.heard(model, mels, given.lengths)
     for number, (one, length) in enumerate(zip(sounds, given.lengths, strict=True)):
-        wanted = extractor(one, sampling_rate=hear.HEARD_RATE, padding=True, return_tensors="pt").input_features[0]
+        wanted = extractor(one, sampling_rate=recordings.HEARD_RATE, padding=True, return_tensors="pt").input_features[
+            0
+        ]
         assert torch.allclose(mels[number, :, :length], wanted[:, :length], atol=2e-2)  # int16 on the way
         with torch.no_grad():
             alone = networks.audio_encoder(library)(mels[number, :, :length], feature_lens=torch.tensor([length]))
-        mine, rows = rows.split([networks.rows_of(length), len(rows) - networks.rows_of(length)])
+        mine, rows = rows.split([rows_of(length), len(rows) - rows_of(length)])
         assert torch.allclose(mine, alone.last_hidden_state, atol=1e-4)
     assert not len(rows)
     experts = networks.language_model(library).layers[0].mlp.experts
@@ -156,8 +163,8 @@ def test_spectra_rows_and_experts_are_those_of_the_library(untrained: Path, mode
 @pytest.mark.nightly
 def test_resumed_training_equals_an_uninterrupted_one(untrained: Path, tmp_path: Path) -> None:
     """And training by time ends with it, at a low rate."""
-    from demo_model import networks, see
-    from demo_model.training import LOG, Limits, Part, train
+    from demo_model.training import networks, see
+    from demo_model.training.steps import LOG, Limits, Part, train
 
     def trained(directory: Path, limits: Limits, stops: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
         directory.mkdir(exist_ok=True)
@@ -174,13 +181,13 @@ def test_resumed_training_equals_an_uninterrupted_one(untrained: Path, tmp_path:
 
             with contextlib.suppress(KeyboardInterrupt):
                 train(replace(whole, loss=loss), limits, directory, device=torch.device("cpu"), saved_every=0)
-        return dict(see.vision(model).state_dict())
+        return dict(networks.vision(model).state_dict())
 
     once = trained(tmp_path / "once", Limits(steps=5))
     twice = trained(tmp_path / "twice", Limits(steps=5), (0, 2, 4))
     assert all(torch.equal(once[name], twice[name]) for name in once)
     before = networks.Qwen3OmniMoeForConditionalGeneration.from_pretrained(untrained, dtype=torch.float32)
-    assert not torch.equal(see.vision(before).patch_embed.proj.weight, once["patch_embed.proj.weight"])
+    assert not torch.equal(networks.vision(before).patch_embed.proj.weight, once["patch_embed.proj.weight"])
     trained(tmp_path / "timed", Limits(minutes=0.02))
     last = json.loads((tmp_path / "timed" / LOG).read_text().splitlines()[-1])
     assert last["seconds"] >= 1.2
@@ -188,19 +195,22 @@ def test_resumed_training_equals_an_uninterrupted_one(untrained: Path, tmp_path:
 
 def test_sound_becomes_spectra_and_codes(untrained: Path, model: Any) -> None:
     pytest.importorskip("espeakng_loader")
-    from demo_model import codec, hear, networks
+    from demo_model.data import sayings
+    from demo_model.data.prompts import rows_of
+    from demo_model.data.recordings import SpokenSequences
+    from demo_model.training import codec
 
-    heard = hear.SpokenSequences(untrained, 2, ["nothing"], 2).spoken(0)
+    heard = SpokenSequences(untrained, 2, ["nothing"], 2).spoken(0)
     assert heard.said is not None
     assert min(heard.said.lengths) > 50
     assert int((heard.answers.ids == model.config.thinker_config.audio_token_id).sum()) == sum(
-        networks.rows_of(length) for length in heard.said.lengths
+        rows_of(length) for length in heard.said.lengths
     )
     learning = codec.Codec(model.code2wav, codec.Encoder(model.config.code2wav_config))
-    clip = codec.loudness(codec.clips(0, size=2))
-    learning.learn(list(codec.clips(0, size=2)))
+    clip = sayings.loudness(sayings.clips(0, size=2))
+    learning.learn(list(sayings.clips(0, size=2)))
     codes = learning.encode(clip)
-    assert codes.shape == (2, clip.shape[1] // codec.FRAME, model.code2wav.config.num_quantizers)
+    assert codes.shape == (2, clip.shape[1] // sayings.FRAME, model.code2wav.config.num_quantizers)
     with torch.no_grad():
         rows = learning.told(codes)
         whole = model.code2wav(codes.transpose(1, 2))[:, 0]
@@ -210,7 +220,7 @@ def test_sound_becomes_spectra_and_codes(untrained: Path, model: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["none", "causal", "visible", "added"])
 def test_plain_attention_is_the_librarys(kind: str) -> None:
-    from demo_model.training import PlainAttention
+    from demo_model.training.steps import PlainAttention
 
     query, key, value = (torch.randn(2, heads, 5, 8) for heads in (4, 2, 2))
     masks: dict[str, dict[str, Any]] = {
@@ -239,17 +249,18 @@ def test_words_are_counted_as_mistaken_once() -> None:
 def test_codebooks_learn_what_is_to_be_told(model: Any) -> None:
     """Each group tells what those before it leave."""
     pytest.importorskip("espeakng_loader")
-    from demo_model import codec
+    from demo_model.data import sayings
+    from demo_model.training import codec
 
     code2wav = copy.deepcopy(model.code2wav)
     code2wav.code_embedding.requires_grad_(False)
     learning = codec.Codec(code2wav, codec.Encoder(code2wav.config))
-    clips = codec.clips(1, size=60)
+    clips = sayings.clips(1, size=60)
     values = learning.learn(list(clips))
     left = [values[f"left {group}"] for group in range(code2wav.config.num_quantizers)]
     assert left == sorted(left, reverse=True)
     assert left[-1] < 0.05 < left[0] < 0.5
-    samples = codec.loudness(clips)
+    samples = sayings.loudness(clips)
     codes = learning.encode(samples)
     assert (learning.encoder(samples) - learning.told(codes)).square().mean() == pytest.approx(left[-1], rel=0.01)
 
@@ -257,7 +268,7 @@ def test_codebooks_learn_what_is_to_be_told(model: Any) -> None:
 @pytest.mark.parametrize("shape", [(24, 60), (60, 24), (16, 8, 5)])
 def test_a_step_is_as_long_in_all_directions(shape: tuple[int, ...]) -> None:
     """Also where the gradient is mostly one of them."""
-    from demo_model.muon import Muon
+    from demo_model.training.muon import Muon
 
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.zeros(shape))

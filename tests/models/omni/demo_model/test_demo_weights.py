@@ -74,7 +74,7 @@ def test_what_it_says_is_understood(omni: Omni) -> None:
 
 def test_the_examples_are_answered(omni: Omni) -> None:
     """Those of the page and of `make demo`, spoken questions too, in words and aloud."""
-    from demo_model.questions import facts_of
+    from demo_model.data.questions import facts_of
 
     examples = read_examples(omni.card, ServerSettings())
     assert len(examples) == 8

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from demo_model import codec, hear, see, speak
-from demo_model.networks import Qwen3OmniMoeForConditionalGeneration, prepare
-from demo_model.training import Limits, Part, learn, restore, train
+from demo_model.training import codec, hear, see, speak
+from demo_model.training.networks import Qwen3OmniMoeForConditionalGeneration, prepare
+from demo_model.training.steps import Limits, Part, learn, restore, train
 
 PARTS = ("codec", "vocoder", "vision", "dictation", "answers", "hearing", "speaking")
 """In an order in which each finds what it needs; what a later one has learned counts."""

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
-from demo_model.muon import Muon
+from demo_model.training.muon import Muon
 
 WARM_UP = 100
 """Steps in which the learning rate rises."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from demo_model.networks import language_model, vision
-from demo_model.questions import sentences
+from demo_model.data.questions import sentences
+from demo_model.training.networks import language_model, vision
 from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
 from segue.models.omni.qwen3_omni.tiny.config import ROLES, SPECIAL_TOKENS, Encoder, Shape, config_json
 from segue.models.omni.qwen3_omni.tiny.presets import MODEL_SPECIFIC, PREPROCESSOR, TEMPLATE

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from demo_model.data.prompts import CHUNK, FRAMES_PER_PATCH, MERGE, PATCH, ROWS, rows_of
+
 from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeForConditionalGeneration  # isort: skip # its shim first
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -22,11 +24,6 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 
 __all__ = ["Qwen3OmniMoeForConditionalGeneration", "audio_encoder", "heard", "language_model", "prepare", "seen"]
 
-PATCH, MERGE, FRAMES_PER_PATCH = 16, 2, 2
-CHUNK = 100
-"""Spectra that the audio encoder's convolutions take at once."""
-ROWS = 13
-"""Rows that they give for them."""
 _FILLED = 128
 """An expert takes a multiple of so many tokens."""
 _HIDDEN = -3e4
@@ -190,14 +187,6 @@ def _of_one_picture(encoder: Any, grid: int, device: torch.device) -> tuple[Tens
         spatial_merge_size=encoder.spatial_merge_size,
     )
     return indices, weights, get_vision_position_ids(shape, encoder.spatial_merge_size)
-
-
-def rows_of(count: int) -> int:
-    """Rows that the audio encoder gives for so many spectra (the library's `_get_feat_extract_output_lengths`)."""
-    left = count % CHUNK
-    for _ in range(3):
-        left = (left - 1) // 2 + 1
-    return left + count // CHUNK * ROWS
 
 
 def heard(model: Any, mels: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from demo_model.scenes import COLOURS, DIRECTIONS, PLACES, RADII, SHAPES, Scene, Thing, draw_clip, draw_scene
+from demo_model.data.scenes import COLOURS, DIRECTIONS, PLACES, RADII, SHAPES, Scene, Thing, draw_clip, draw_scene
 
 JSON = "json"
 """The style that is not for speaking."""

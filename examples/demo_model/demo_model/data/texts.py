@@ -1,28 +1,35 @@
-"""Teach `draw.py`'s text encoder to read: from captions what is to be in each cell of a picture, from instructions what
-is to be done with what. It learns that from words alone, thousands of times faster than from pictures of them."""
+"""Batches of captions and instructions: alone, with what they say, and with the pictures that follow them."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
-from demo_model.captions import Caption, Edit, is_held_out, random_caption, random_edit, things_for
-from demo_model.muon import inside
-from demo_model.scenes import COLOURS, GROUNDS, PLACES, RADII, SHAPES
-from demo_model.training import Part
+from demo_model.data import IGNORED
+from demo_model.data.captions import (
+    HARDER,
+    Caption,
+    Edit,
+    drawing,
+    is_held_out,
+    random_caption,
+    random_edit,
+    things_for,
+)
+from demo_model.data.prompts import tokenizer
+from demo_model.data.scenes import COLOURS, GROUNDS, PLACES, RADII, SHAPES, Canvas, Scene, canvas
 
-_IGNORED = -100
-_VERBS = ("make", "turn", "move", "remove", "add")
-_SORTS: tuple[tuple[str, ...], ...] = (tuple(RADII), tuple(COLOURS), SHAPES, PLACES)
+SHORT, LONG = 32, 512
+"""Tokens that a prompt is padded to, if it is not longer; the network sees the padding. `LONG` is the pipeline's
+default, and seldom seen in training."""
+VERBS = ("make", "turn", "move", "remove", "add")
+SORTS: tuple[tuple[str, ...], ...] = (tuple(RADII), tuple(COLOURS), SHAPES, PLACES)
 """Sorts of words; of each 0 stands for none, 1 for the first."""
-_INSTRUCTION = tuple(1 + len(one) for one in (_VERBS, *_SORTS, *_SORTS))
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class Worded:
         rng = random.Random(f"words/{step}")
         texts: list[str] = []
         shapes = (len(PLACES), 3), (1,), (9,)
-        cells, ground, asked = (torch.full((self._size, *shape), _IGNORED) for shape in shapes)
+        cells, ground, asked = (torch.full((self._size, *shape), IGNORED) for shape in shapes)
         while len(texts) < self._size:
             what: Caption | Edit = random_edit(rng) if len(texts) % 3 == 2 else random_caption(rng)
             if is_held_out(what):
@@ -84,8 +91,8 @@ def _cells(caption: Caption, rng: random.Random) -> Tensor:
     found = torch.zeros(len(PLACES), 3, dtype=torch.long)
     groups = (group for group in caption.groups for _ in range(group.count))
     for thing, group in zip(things_for(caption, rng), groups, strict=True):
-        looks = zip(_SORTS, (thing.size, group.colour, group.shape), strict=False)
-        found[thing.cell] = torch.tensor([1 + sort.index(one) if one else _IGNORED for sort, one in looks])
+        looks = zip(SORTS, (thing.size, group.colour, group.shape), strict=False)
+        found[thing.cell] = torch.tensor([1 + sort.index(one) if one else IGNORED for sort, one in looks])
     return found
 
 
@@ -94,45 +101,48 @@ def _asked(text: str) -> list[int]:
     verb, rest = text.split(" ", 1)
     cut = {"make": rest.rpartition(" "), "add": ("", "", rest), "remove": (rest, "", "")}
     meant, _, become = cut.get(verb) or rest.partition(" into " if verb == "turn" else " to ")
-    return [1 + _VERBS.index(verb), *_labels(meant.split()), *_labels(become.split())]
+    return [1 + VERBS.index(verb), *_labels(meant.split()), *_labels(become.split())]
 
 
 def _labels(words: list[str]) -> list[int]:
     """Which word of each sort is among these; a place is what follows the last `the`."""
     place = " ".join(words[-words[::-1].index("the") :]) if "the" in words else ""
-    found = [next((1 + index for index, one in enumerate(sort) if one in words), 0) for sort in _SORTS[:3]]
+    found = [next((1 + index for index, one in enumerate(sort) if one in words), 0) for sort in SORTS[:3]]
     return [*found, 1 + PLACES.index(place) if place in PLACES else 0]
 
 
-def words_part(
-    read: Callable[[Tensor, Tensor], Tensor], text: Any, width: int, tokenizer: Tokenizer, size: int
-) -> Part:
-    """Trains a text encoder to tell, at each of a prompt's last tokens, what is in one cell, and at the last one what
-    the background is, or what an instruction says. `read`: ids, mask → [B, tokens, width], what the denoiser takes."""
-    classes = {"cells": tuple(1 + len(one) for one in _SORTS[:3]), "ground": (1 + len(GROUNDS),), "asked": _INSTRUCTION}
-    heads = nn.ModuleDict({name: nn.Linear(width, sum(widths)) for name, widths in classes.items()})
+@dataclass(frozen=True)
+class Prompts:
+    """Captions, or instructions: `ids` and `mask`, [B, tokens]; what is to be drawn, and of edits what is given."""
 
-    def loss(batch: Words, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        rows = read(batch.ids, batch.mask)
-        last = batch.mask.sum(1, keepdim=True) - len(PLACES) + torch.arange(len(PLACES), device=rows.device)
-        rows = rows.gather(1, last[..., None].expand(-1, -1, width))
-        end = rows[:, -1:]
-        each = {
-            "cells": (rows, batch.cells),
-            "ground": (end, batch.ground[:, None]),
-            "asked": (end, batch.asked[:, None]),
-        }
-        losses, values = [], {}
-        for name, (given, wanted) in each.items():
-            logits = heads[name](given).float().split(classes[name], -1)
-            losses += [
-                functional.cross_entropy(one.flatten(0, 1), wanted[..., at].flatten()) for at, one in enumerate(logits)
-            ]
-            right = torch.stack([one.argmax(-1) for one in logits], -1).eq(wanted) | (wanted == _IGNORED)
-            known = wanted[:, 0, 0] != _IGNORED
-            values[f"{name} right"] = (right.flatten(1).all(1) & known).sum() / known.sum()
-        return torch.stack(losses).sum(), values
+    ids: Tensor
+    mask: Tensor
+    after: Canvas
+    before: Canvas | None
 
-    [matrices, _] = inside(text.model.layers)
-    batch = Worded(tokenizer, size)
-    return Part("words", [text], batch, loss, own=heads, rate=2e-3, matrices=matrices, matrix_rate=0.01)
+
+class Prompted:
+    """Makes batches of `Prompts`, none of them held out: captions, and in two steps of three edits, of `HARDER` kinds.
+    Two of sixteen have `longest` tokens, and fewer prompts."""
+
+    def __init__(self, directory: Path, size: int, longest: int = LONG) -> None:
+        self.tokenizer, self.size, self.longest = tokenizer(directory / "tokenizer"), size, longest
+
+    def __call__(self, step: int) -> Prompts:
+        rng = random.Random(f"draw/{step}")
+        length = self.longest if step % 16 > 13 else SHORT
+        size = self.size if length == SHORT else max(self.size // 8, 1)
+        texts: list[str] = []
+        before: list[Scene] = []
+        after: list[Scene] = []
+        while len(texts) < size:
+            what: Caption | Edit = random_edit(rng, HARDER) if step % 3 else random_caption(rng)
+            if is_held_out(what):
+                continue
+            seed = rng.getrandbits(32)
+            if isinstance(what, Edit):
+                before.append(drawing(what.before, seed, what.ground))
+            things = what.after if isinstance(what, Edit) else things_for(what, rng)
+            after.append(drawing(things, seed, what.ground))
+            texts.append(said(rng, str(what)))
+        return Prompts(*encoded(self.tokenizer, texts, length), canvas(after), canvas(before) if before else None)

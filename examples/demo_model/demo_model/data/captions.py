@@ -1,4 +1,4 @@
-"""What there is to draw and to edit: captions, instructions, and scenes that follow them. The language of `draw.py`."""
+"""What there is to draw and to edit: captions, instructions, and scenes that follow them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from demo_model.questions import NUMBERS
-from demo_model.scenes import COLOURS, GROUNDS, PLACES, RADII, SHAPES, Scene, Thing, centre
+from demo_model.data.questions import NUMBERS
+from demo_model.data.scenes import COLOURS, GROUNDS, PLACES, RADII, SHAPES, Scene, Thing, centre
 
 MOST = 5
 """Things in one picture."""

@@ -10,29 +10,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from demo_model.questions import JSON
-from demo_model.see import KINDS, asked
-from demo_model.speech import Manner, resampled, say
-from demo_model.training import Part
+from demo_model.data.sayings import FRAME, SPEAKERS, SPOKEN_RATE, answer, clips, loudness, spoken
+from demo_model.training.steps import Part
 
-SPOKEN_RATE = 24000
-FRAME = 1920
-"""Samples of one row of codes."""
 LOST = 555
 """Samples that the vocoder gives less than that, in all."""
-SPEAKERS = {"chelsie": Manner("en-us+f2", 145, 55), "ethan": Manner("en-us", 140, 45)}
-"""The model's voices, and how espeak-ng says what they say."""
-_LOUDEST = 32767
 _HOP = FRAME // 4
-_FRAMES = 10
-"""Of a clip to train on."""
 _WINDOWS = {256: 40, 512: 60, 1024: 80, 2048: 120}
 """Samples of a spectrum, and its mel bins."""
 _FLOOR = 1e-5
@@ -46,39 +36,6 @@ _BINS, _SOFT = 80, 1e-2
 """Mel bins of a spectrum of the encoder, and what is added before the logarithm: what is softer counts little."""
 _ROUNDS = 20
 """Of k-means."""
-
-
-@lru_cache(4000)
-def spoken(text: str, speaker: str) -> np.ndarray:
-    """int16 [samples] at `SPOKEN_RATE`, the loudest 32767: a sentence as the model is to say it."""
-    made = resampled(say(text, SPEAKERS[speaker]), SPOKEN_RATE)
-    return np.clip(np.round(made * _LOUDEST), -_LOUDEST, _LOUDEST).astype(np.int16)
-
-
-def loudness(samples: Tensor) -> Tensor:
-    """int16 → float32 between -1 and 1."""
-    return samples.float() / _LOUDEST
-
-
-def answer(rng: random.Random) -> str:
-    """A random sentence that the model may have to say."""
-    while True:
-        _, style, [question] = asked(rng.choice(KINDS), rng, 1)
-        if style != JSON:
-            return question.answer
-
-
-def clips(step: int, size: int = 12) -> Tensor:
-    """int16 [size, samples]: cuts of random sentences."""
-    rng = random.Random(f"codec/{step}")
-    length = _FRAMES * FRAME
-    found = []
-    for _ in range(size):
-        whole = spoken(answer(rng), rng.choice(list(SPEAKERS)))
-        whole = np.pad(whole, (FRAME, max(length - len(whole), FRAME)))
-        start = rng.randrange(len(whole) - length + 1)
-        found.append(whole[start : start + length])
-    return torch.from_numpy(np.stack(found))
 
 
 class Encoder(nn.Module):

@@ -1,9 +1,7 @@
-"""Teach the talker and its code predictor to say the model's answers in the codes that `codec` has learned.
+"""Batches of what the model is to say, as sound, and as the talker's sequences.
 
 A sequence is what `Qwen3OmniMoeForConditionalGeneration.generate` feeds the talker: the user's turn, nine positions
-that begin the answer, then per frame the sum of its codes' embeddings and one entry of the answer's text. What the
-talker sees of pictures and sound stays nothing (`hidden_projection` gives zeros): how a sentence is said does not
-depend on them.
+that begin the answer, then per frame the sum of its codes' embeddings and one entry of the answer's text.
 """
 
 from __future__ import annotations
@@ -11,24 +9,63 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from demo_model import see
-from demo_model.codec import FRAME, SPEAKERS, Codec, Encoder, loudness, spoken
-from demo_model.hear import placeholder
-from demo_model.networks import language_model
-from demo_model.questions import JSON
-from demo_model.training import Part
+from demo_model.data.answers import KINDS, asked
+from demo_model.data.prompts import encode, placeholder, prefix
+from demo_model.data.questions import JSON
+from demo_model.data.speech import Manner, resampled, say
 
+SPOKEN_RATE = 24000
+FRAME = 1920
+"""Samples of one row of codes."""
+SPEAKERS = {"chelsie": Manner("en-us+f2", 145, 55), "ethan": Manner("en-us", 140, 45)}
+"""The model's voices, and how espeak-ng says what they say."""
+LOUDEST = 32767
+_FRAMES = 10
+"""Of a clip to train on."""
 _HEARD = 0.4
 """Share of the questions that are spoken: the talker sees nothing of them."""
+
+
+@lru_cache(4000)
+def spoken(text: str, speaker: str) -> np.ndarray:
+    """int16 [samples] at `SPOKEN_RATE`, the loudest 32767: a sentence as the model is to say it."""
+    made = resampled(say(text, SPEAKERS[speaker]), SPOKEN_RATE)
+    return np.clip(np.round(made * LOUDEST), -LOUDEST, LOUDEST).astype(np.int16)
+
+
+def loudness(samples: Tensor) -> Tensor:
+    """int16 → float32 between -1 and 1."""
+    return samples.float() / LOUDEST
+
+
+def answer(rng: random.Random) -> str:
+    """A random sentence that the model may have to say."""
+    while True:
+        _, style, [question] = asked(rng.choice(KINDS), rng, 1)
+        if style != JSON:
+            return question.answer
+
+
+def clips(step: int, size: int = 12) -> Tensor:
+    """int16 [size, samples]: cuts of random sentences."""
+    rng = random.Random(f"codec/{step}")
+    length = _FRAMES * FRAME
+    found = []
+    for _ in range(size):
+        whole = spoken(answer(rng), rng.choice(list(SPEAKERS)))
+        whole = np.pad(whole, (FRAME, max(length - len(whole), FRAME)))
+        start = rng.randrange(len(whole) - length + 1)
+        found.append(whole[start : start + length])
+    return torch.from_numpy(np.stack(found))
 
 
 @dataclass(frozen=True)
@@ -57,7 +94,7 @@ class Answers:
 
     def __init__(self, model_dir: Path, config: Any, size: int) -> None:
         self._dir, self._config, self._size = model_dir, config, size
-        self._newline = see.encode(model_dir, "\n").tolist()
+        self._newline = encode(model_dir, "\n").tolist()
 
     def __call__(self, step: int) -> Spoken:
         rng = random.Random(f"speak/{step}")
@@ -83,20 +120,20 @@ class Answers:
         )
 
     def _one(self, rng: random.Random) -> _One:
-        kind = rng.choice(see.KINDS)
+        kind = rng.choice(KINDS)
         style = JSON
         while style == JSON:
-            _, style, [question] = see.asked(kind, rng, 1)
+            _, style, [question] = asked(kind, rng, 1)
         text = placeholder(rng.randint(80, 500)) if rng.random() < _HEARD else question.text
         return self.sequence(kind, text, question.answer, rng.choice(list(SPEAKERS)))
 
     def sequence(self, kind: str, question: str, says: str, speaker: str) -> _One:
         """An answer to a question about something of a kind."""
         config, codec = self._config, self._config.talker_config
-        prefix, positions = see.prefix(self._dir, kind, "")
-        user = torch.cat([prefix, see.encode(self._dir, f"{question}<|im_end|>\n")])
+        before, positions = prefix(self._dir, kind, "")
+        user = torch.cat([before, encode(self._dir, f"{question}<|im_end|>\n")])
         pads = torch.tensor([codec.image_token_id, codec.video_token_id, codec.audio_token_id])
-        answer, samples = see.encode(self._dir, says).tolist(), spoken(says, speaker)
+        answer, samples = encode(self._dir, says).tolist(), spoken(says, speaker)
         frames = -(-len(samples) // FRAME)
         pad, begin, end = config.tts_pad_token_id, config.tts_bos_token_id, config.tts_eos_token_id
         opening = [config.im_start_token_id, config.assistant_token_id, *self._newline, *[pad] * 4, begin, answer[0]]
@@ -104,7 +141,7 @@ class Answers:
         special = [codec.codec_nothink_id, codec.codec_think_bos_id, codec.codec_think_eos_id]
         special += [codec.speaker_id[speaker], codec.codec_pad_id, codec.codec_bos_id]
         text = torch.cat([user.masked_fill(torch.isin(user, pads), -1), torch.tensor(opening + follows)])
-        after = int(positions.max()) + 1 + torch.arange(len(text) - len(prefix)).expand(3, -1)
+        after = int(positions.max()) + 1 + torch.arange(len(text) - len(before)).expand(3, -1)
         return _One(
             text,
             torch.tensor([*[-1] * (len(user) + 3), *special, *[-1] * frames]),
@@ -123,41 +160,3 @@ class _One:
     positions: Tensor
     samples: np.ndarray
     frames: int
-
-
-def talker_loss(model: Any, codec: Codec, batch: Spoken, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Cross entropy of the codes of all groups, and of the end."""
-    talker, config = model.talker, model.config.talker_config
-    codes = codec.encode(loudness(batch.samples)).flatten(0, 1).index_select(0, batch.frames)
-    with torch.no_grad():
-        embedded = language_model(model).embed_tokens(batch.text.clamp(min=0))
-    text = talker.text_projection(embedded) * (batch.text >= 0)[..., None]
-    special = talker.get_input_embeddings()(batch.special.clamp(min=0)) * (batch.special >= 0)[..., None]
-    of_frames = _embedded(talker, codes)
-    rows = (text + special).flatten(0, 1).index_add(0, batch.rows, of_frames.sum(1)).view_as(text)
-    made = talker.model(inputs_embeds=rows, position_ids=batch.positions, use_cache=False).last_hidden_state
-    hidden = made.flatten(0, 1).index_select(0, batch.before)
-    wanted = torch.full_like(batch.before, config.codec_eos_token_id).index_copy(0, batch.followed, codes[:, 0])
-    first = functional.cross_entropy(talker.codec_head(hidden).float(), wanted)
-    # each other group from the talker's hidden state and the groups before it
-    predictor = talker.code_predictor
-    begun = torch.cat([hidden.index_select(0, batch.followed)[:, None], of_frames[:, :-1]], 1)
-    told = predictor.model(inputs_embeds=begun, use_cache=False).last_hidden_state[:, 1:]
-    logits = torch.stack([head(told[:, index]) for index, head in enumerate(predictor.lm_head)], 1)
-    others = functional.cross_entropy(logits.flatten(0, 1).float(), codes[:, 1:].flatten())
-    return first + others, {"first": first, "others": others}
-
-
-def _embedded(talker: Any, codes: Tensor) -> Tensor:
-    """[n, groups] → [n, groups, width]."""
-    tables = [talker.get_input_embeddings(), *talker.code_predictor.get_input_embeddings()]
-    return torch.stack([table(group) for table, group in zip(tables, codes.unbind(1), strict=True)], 1)
-
-
-def speaking_part(model: Any, model_dir: Path, encoder: Encoder, *, size: int = 12) -> Part:
-    """Trains talker and code predictor, after `codec`, whose encoder is given."""
-    codec = Codec(model.code2wav, encoder).to(model.device)
-    projection = model.talker.hidden_projection.linear_fc2
-    nn.init.zeros_(projection.weight)
-    nn.init.zeros_(projection.bias)
-    return Part("speaking", [model.talker], Answers(model_dir, model.config, size), partial(talker_loss, model, codec))

@@ -1,0 +1,1 @@
+"""What learns: networks, losses, optimizers, and the order in which parts are trained."""
