@@ -27,7 +27,7 @@ MODEL_LIBRARIES = {"transformers", "diffusers"}
 PROCESSES = {"subprocess", "multiprocessing"}
 
 
-def daily(names: Iterable[str], kept: Collection[str]) -> list[Any]:
+def daily(names: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     """Parameters of which `kept` stay in `make test`; the others, which take the same paths, are nightly."""
     every = list(names)
     assert set(kept) <= set(every), f"there is no {sorted(set(kept) - set(every))} among {every}"

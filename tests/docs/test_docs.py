@@ -11,7 +11,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(home: Path) -> Iterator[str]:
     """URL of a server of the checkpoint."""
     with serving(home, MODEL) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def shapes(home: Path) -> Iterator[str]:
+    """URL of a server of the README's checkpoint."""
+    with serving(home, SHAPES) as url:
         yield url
 
 
@@ -358,15 +365,14 @@ def test_request_bodies_are_accepted(block: Block) -> None:
     assert chat_request(json.loads(block.body), TOOL_CARD, ServerSettings()).requests
 
 
-def test_curl_bodies_are_answered(home: Path, server: str) -> None:
+def test_curl_bodies_are_answered(server: str, shapes: str) -> None:
     bodies = [block for block in of("sh") if block.body.startswith("curl") and " -d " in block.body]
     found = [(block, block.body.partition("http://localhost:8000")[2].split()[0]) for block in bodies]
     chats = [(block, path) for block, path in found if path == "/v1/chat/completions"]
     assert chats
-    with serving(home, SHAPES) as shapes:
-        for block, path in chats:
-            url = shapes if block.page.name == "README.md" else server
-            assert fetch(url + path, curl_body(block))["choices"][0]["message"]["content"]
+    for block, path in chats:
+        url = shapes if block.page.name == "README.md" else server
+        assert fetch(url + path, curl_body(block))["choices"][0]["message"]["content"]
 
 
 def test_curl_forms_have_what_there_is() -> None:
@@ -516,17 +522,16 @@ def test_python_is_python(block: Block) -> None:
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in of("python", "run")}), ids=lambda page: page.name)
-def test_python_runs(page: Path, home: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_runs(page: Path, home: Path, server: str, shapes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The marked blocks of a page, one after the other in one namespace, as a reader would type them."""
     monkeypatch.chdir(home)
     namespace: dict[str, Any] = {"__name__": "docs"}
-    shapes = page.name == "README.md"
-    with serving(home, SHAPES) if shapes else nullcontext(server) as url:
-        for block in of("python", "run"):
-            if block.page == page:
-                source = block.body.replace("localhost:8000", url.removeprefix("http://"))
-                exec(compile(source, str(block), "exec"), namespace)
-    if shapes:
+    url = shapes if page.name == "README.md" else server
+    for block in of("python", "run"):
+        if block.page == page:
+            source = block.body.replace("localhost:8000", url.removeprefix("http://"))
+            exec(compile(source, str(block), "exec"), namespace)
+    if page.name == "README.md":
         out = namespace["out"]
         assert isinstance(out, RequestOutput)
         assert out.audio is not None

@@ -137,6 +137,7 @@ def test_no_draft_but_the_last_reaches_the_client(judged: Loop) -> None:
     assert not [stage for stage in stages if stage.startswith("echo")]
 
 
+@pytest.mark.nightly  # test_truth_graph_loop
 def test_a_model_goes_on_with_what_it_wrote(going_on: Loop) -> None:
     for text, output in zip(PROMPTS, going_on.ask(*(asked(text, "text", "audio") for text in PROMPTS)), strict=True):
         conversation, written = text, ""

@@ -36,6 +36,7 @@ def check(result: dict[str, object], sides: int) -> None:
     assert all(0 < row["error"] < 0.5 for row in rows if row["side"] == "segue, fp8")
 
 
+@pytest.mark.nightly  # test_bench_steps takes the same path
 @pytest.mark.filterwarnings("ignore")  # the libraries say much when they are first imported
 def test_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check(bench(tmp_path, "tiny-image", "segue,eager,fp8,first-block"), 4)

@@ -27,6 +27,7 @@ def test_it_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert all(name in printed for name in result["rows"])
 
 
+@pytest.mark.nightly  # test_verify replaces nothing else either
 def test_it_replaces_only_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "config.json"
     file.write_text('{"architectures": []}')

@@ -23,7 +23,7 @@ def bench(tmp_path: Path, *more: str) -> int:
     return main(["steps", *small, *more])
 
 
-@pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
+@pytest.mark.parametrize("shape", ["tiny", pytest.param("tiny-moe", marks=pytest.mark.nightly)])
 def test_every_side_is_measured(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sides = "segue,static,continuous" if shape == "tiny" else "segue,static"
     assert bench(tmp_path, "--shape", shape, "--sides", sides) == 0

@@ -41,24 +41,37 @@ def test_speech(tiny_dir: Path, tmp_path: Path) -> None:
     assert str(Path.home()) + "/" not in text
 
 
-def test_a_changed_weight_and_a_library_that_cannot_load(tmp_path: Path) -> None:
-    """The library reads another checkpoint than Segue: one value of it differs; then a file of it is broken."""
-    model = tiny(tmp_path / "model", "qwen3")
-    other = tmp_path / "other"
-    shutil.copytree(model, other)
+def another(model: Path, directory: Path) -> Path:
+    """A checkpoint in which one value differs."""
+    shutil.copytree(model, directory)
     name = "model.layers.0.mlp.down_proj.weight"
-    file = other / json.loads((other / "model.safetensors.index.json").read_text())["weight_map"][name]
+    file = directory / json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"][name]
     tensors = load_file(file)
     tensors[name][1, 1] += 2.0
     save_file(tensors, file, metadata={"format": "pt"})
-    asked = (str(model), "--against", str(other), "--quick", "--dtype", "float32")
-    shown, report = verify(*asked, str(tmp_path / "changed.json"), expected=1)
+    return directory
+
+
+def against(model: Path, other: Path, file: Path, *, expected: int) -> tuple[str, dict[str, Any]]:
+    return verify(str(model), "--against", str(other), "--quick", "--dtype", "float32", str(file), expected=expected)
+
+
+def test_a_changed_weight(tmp_path: Path) -> None:
+    """The library reads another checkpoint than Segue."""
+    model = tiny(tmp_path / "model", "qwen3")
+    shown, report = against(model, another(model, tmp_path / "other"), tmp_path / "changed.json", expected=1)
     assert "DIFFERENT: Segue does not compute what the library computes" in shown
     found = verdicts(report)
     assert found["input", "long text"] == "equal"
     assert found["llm", "long text"] == "DIFFERENT"
+
+
+@pytest.mark.nightly
+def test_a_library_that_cannot_load(tmp_path: Path) -> None:
+    model = tiny(tmp_path / "model", "qwen3")
+    other = another(model, tmp_path / "other")
     (other / "config.json").write_text(json.dumps({**json.loads((other / "config.json").read_text()), "vocab_size": 7}))
-    shown, report = verify(*asked, str(tmp_path / "broken.json"), expected=2)
+    shown, _ = against(model, other, tmp_path / "broken.json", expected=2)
     assert "FAILED: long text (float32): the library: it cannot load the checkpoint" in shown
     assert "NOT VERIFIED" in shown
     refused = segue("verify", str(tmp_path / "none"))

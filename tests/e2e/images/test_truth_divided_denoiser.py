@@ -121,6 +121,7 @@ def test_memory_of_one_process_is_over(running: System, truth: RequestOutput) ->
     assert output.metrics.attempts == 1
 
 
+@pytest.mark.nightly  # test_denoiser_sequence and test_denoiser_weights
 def test_what_cannot_be_divided_does_not_start(qwen_image_dir: Path) -> None:
     with pytest.raises(ConfigError, match="QwenImageTransformer2DModel cannot be run sequence parallel"):
         System(qwen_image_dir, stages={"denoiser": {"sequence_parallel": 3}})

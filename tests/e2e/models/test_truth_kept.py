@@ -144,6 +144,7 @@ def test_a_model_that_sees_goes_on(tmp_path: Path, family: str) -> None:
         system.close()
 
 
+@pytest.mark.nightly  # test_mimo_audio_hears_the_codes_that_it_said takes the same path
 def test_an_omni_model_hears_and_says_what_it_did(plain_system: System, assets: Path) -> None:
     case = BY_NAME["image"]
     prompt = case.prompt(assets)

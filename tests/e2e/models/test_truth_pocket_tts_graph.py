@@ -241,6 +241,7 @@ def test_what_is_wrong_with_a_request_is_named(system: System, prompt: dict[str,
         system.ask({**prompt, "voice": "nova"})
 
 
+@pytest.mark.nightly  # test_server_pocket_tts
 def test_over_http(checkpoints: Path, assets: Path, undisturbed: RequestOutput) -> None:
     recording = base64.b64encode((assets / "speech.wav").read_bytes()).decode()
     part = {"type": "input_audio", "input_audio": {"data": recording, "format": "wav"}}

@@ -28,7 +28,7 @@ def test_together(system: System, truth: Truth, assets: Path) -> None:
         assert ("encoder" in spans(output)) == bool(case.kinds)
 
 
-@pytest.mark.parametrize("name", ["image", "mixed"])
+@pytest.mark.parametrize("name", ["image", pytest.param("mixed", marks=pytest.mark.nightly)])
 def test_an_encoder_killed_with_requests_in_its_hands(system: System, truth: Truth, assets: Path, name: str) -> None:
     """Only the encoder starts anew: the thinker waits for it, requests without media do not."""
 
@@ -46,6 +46,7 @@ def test_an_encoder_killed_with_requests_in_its_hands(system: System, truth: Tru
     system.run(body())
 
 
+@pytest.mark.nightly  # test_truth_alone
 def test_parity_fails_for_other_noise(system: System, truth: Truth, assets: Path) -> None:
     [output] = system.ask(LONG.prompt(assets, seed=LONG.seed + 1))
     with pytest.raises(AssertionError, match="waveform"):

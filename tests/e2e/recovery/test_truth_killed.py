@@ -11,6 +11,7 @@ from truth_system import BY_NAME, LONG, LONG_MIXED, Case, System, Truth, assert_
 from segue.messages.deltas import AudioDelta, Delta, TextDelta
 from segue.messages.sampling import SamplingParams
 from segue.orchestrator.omni.outputs import RequestOutput
+from selection import daily
 
 FIRST = {"thinker": TextDelta, "talker": TextDelta, "vocoder": AudioDelta}
 """The first of these, and the stage is at work: the talker starts at the reply's second token."""
@@ -81,7 +82,7 @@ def test_killed_at_work(system: System, truth: Truth, assets: Path, stage: str, 
 @pytest.mark.parametrize(
     "with_upstream", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["alone", "with its upstream"]
 )
-@pytest.mark.parametrize("stage", ["thinker", "talker", "vocoder"])
+@pytest.mark.parametrize("stage", daily(("thinker", "talker", "vocoder"), ("talker",)))
 def test_killed_when_its_upstream_had_ended(
     system: System, truth: Truth, assets: Path, stage: str, with_upstream: bool
 ) -> None:

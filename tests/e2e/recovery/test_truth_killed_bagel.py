@@ -113,7 +113,7 @@ def test_all_at_once(system: System) -> None:
     ("name", "kind", "when"),
     [
         pytest.param("think", TextDelta, 5, marks=pytest.mark.nightly),
-        ("edit", ProgressDelta, 2),
+        pytest.param("edit", ProgressDelta, 2, marks=pytest.mark.nightly),
         pytest.param("think", ProgressDelta, 2, marks=pytest.mark.nightly),
         pytest.param("draw", ProgressDelta, 6, marks=pytest.mark.nightly),
         pytest.param("story", TextDelta, 5, marks=pytest.mark.nightly),

@@ -9,6 +9,7 @@ import pytest
 from truth_system import CASES, LONG, LONG_MIXED, System, Truth
 
 from segue.messages.deltas import AudioDelta, Delta
+from selection import daily
 
 DEPLOYMENT = {"stages": {"talker": {"replicas": 2}, "vocoder": {"replicas": 2}}}
 
@@ -24,7 +25,7 @@ def test_many_at_once_over_both(system: System, truth: Truth, assets: Path) -> N
         system.run(system.stats(stage, made, lambda counts: len(counts) == 2 and min(counts.values()) > 0))
 
 
-@pytest.mark.parametrize("stage", ["talker", "vocoder"])
+@pytest.mark.parametrize("stage", daily(("talker", "vocoder"), ("vocoder",)))
 def test_a_sibling_takes_over(system: System, truth: Truth, assets: Path, stage: str) -> None:
     """One of the two is killed at the first sound; both requests go on, one of them elsewhere."""
 

@@ -24,8 +24,7 @@ from segue.models.shared.library import AutoModelForCausalLM
 CUDA = pytest.param(
     "cuda:0", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 )
-everywhere = pytest.mark.parametrize("device", ["cpu", CUDA])
-nightly_everywhere = pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.nightly), CUDA])
+everywhere = pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.nightly), CUDA])
 on_gpu = pytest.mark.parametrize("device", [CUDA])
 TOKENS = 24
 SHARE = 0.04
@@ -123,7 +122,7 @@ def test_what_rounds(made: dict[str, Path], device: str, name: str) -> None:
     assert sum(mine[0] == yours[0] for mine, yours in zip(ours, theirs, strict=True)) >= len(PROMPTS) // 2
 
 
-@nightly_everywhere
+@everywhere
 def test_a_killed_worker(made: dict[str, Path], device: str) -> None:
     """The next one finds its device's memory free, and goes on."""
     directory = checkpoint(made, "llama")
@@ -147,7 +146,7 @@ def test_a_killed_worker(made: dict[str, Path], device: str) -> None:
     assert [output.token_ids["llm"] for output in outputs] == library_tokens(directory, device)
 
 
-@nightly_everywhere
+@everywhere
 def test_two_workers_of_one_device(made: dict[str, Path], device: str) -> None:
     """They share their weights, also with one that comes after the first has been killed, and captured graphs read them
     there."""
@@ -176,7 +175,7 @@ IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@nightly_everywhere
+@everywhere
 @pytest.mark.parametrize("stages", [{}, {"denoiser": {"compile": True}}], ids=["recorded", "compiled"])
 @pytest.mark.parametrize("name", IMAGES)
 def test_images(made: dict[str, Path], device: str, name: str, stages: dict[str, Any]) -> None:

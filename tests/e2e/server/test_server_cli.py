@@ -153,7 +153,7 @@ def test_a_reader_that_has_had_enough(model: Path) -> None:
         ("graph", ""),
         ("graph --mermaid", "1"),
         pytest.param("tiny qwen3", "1", marks=pytest.mark.nightly),
-        ("bench hop", ""),
+        pytest.param("bench hop", "", marks=pytest.mark.nightly),
         ("--help", ""),
         ("--help", "1"),
         pytest.param("serve --help", "1", marks=pytest.mark.nightly),

@@ -212,7 +212,15 @@ def test_a_key_more_or_less_is_seen(kernels: ModuleType) -> None:
 
 @pytest.mark.parametrize("window", [None, 700])
 @pytest.mark.parametrize(
-    "lengths", [(1,), (257,), (40_000,), (65_536, *[512] * 63), (300,) * 130, (1, 9000, 1, 64, 65, 4000)]
+    "lengths",
+    [
+        (1,),
+        (257,),
+        (40_000,),
+        (65_536, *[512] * 63),
+        pytest.param((300,) * 130, marks=pytest.mark.nightly),
+        (1, 9000, 1, 64, 65, 4000),
+    ],
 )
 def test_splits(kernels: ModuleType, lengths: tuple[int, ...], window: int | None) -> None:
     """Every key in one split; no split much longer than a program's share of all keys."""

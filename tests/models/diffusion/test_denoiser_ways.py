@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ("family", "keys", "more"),
     [
         pytest.param("qwen_image", {"cfg_parallel": 2, "tensor_parallel": 2}, GUIDED, marks=pytest.mark.nightly),
-        ("qwen_image", GRID, GUIDED),
+        pytest.param("qwen_image", GRID, GUIDED, marks=pytest.mark.nightly),  # test_truth_divided_denoiser has it
         ("wan", {"cfg_parallel": 2, "sequence_parallel": 2, "sequence_ring": 2}, VIDEO),
         pytest.param("wan", GRID, VIDEO, marks=pytest.mark.nightly),
         ("flux", {"sequence_parallel": 2, "sequence_ring": 2, "tensor_parallel": 2}, {}),

@@ -107,6 +107,7 @@ def test_in_a_batch(chain: Chain, theirs: list[list[torch.Tensor]], late: dict[i
     assert max(chain.batches) > 4, "some share a call"
 
 
+@pytest.mark.nightly  # test_wan takes one that is not the model's own
 def test_every_scheduler(directory: Path, chain: Chain, pipelines: dict[bool, Any]) -> None:
     """All in one batch: those that scale what the network sees, those that add noise, those that call it twice."""
     known = Schedulers(directory).known

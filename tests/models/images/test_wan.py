@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from segue.engines.diffusion.contract import Row
 from segue.messages.errors import InvalidRequest
 from segue.models.images.wan import tiny
+from selection import daily
 
 
 def make_image(seed: int, height: int, width: int) -> Image.Image:
@@ -91,7 +92,7 @@ def pipeline(case: dict[str, Any]) -> str:
     return "WanImageToVideoPipeline" if "image" in case else "WanPipeline"
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", daily(KINDS, KINDS.keys() - {"2.1-i2v"}))
 def test_alone(load: Load, name: str) -> None:
     kind = load(name)
     for case, theirs in zip(kind.cases, kind.theirs, strict=True):
@@ -107,7 +108,7 @@ def test_alone(load: Load, name: str) -> None:
             ]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", daily(KINDS, KINDS.keys() - {"2.1-i2v"}))
 @pytest.mark.parametrize("late", [pytest.param({}, marks=pytest.mark.nightly), {1: 1, 2: 2, 3: 3}])
 def test_in_a_batch_and_joined_late(load: Load, name: str, late: dict[int, int]) -> None:
     """Each is at another step with its own scheduler, some with another expert."""
@@ -117,7 +118,7 @@ def test_in_a_batch_and_joined_late(load: Load, name: str, late: dict[int, int])
     assert max(kind.chain.batches) > 2, "some share a call"
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", daily(KINDS, KINDS.keys() - {"2.1-i2v"}))
 def test_videos_show_what_was_asked_for(load: Load, name: str) -> None:
     for videos in load(name).theirs:
         assert all(0.1 < float(one.std()) < 0.45 for one in videos), "not grey"
@@ -165,7 +166,7 @@ def test_parity_fails_when_one_weight_is_another(load: Load, tmp_path: Path, nam
     assert apart(made, kind.theirs[0]) > WITHIN
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", daily(KINDS, KINDS.keys() - {"2.1-i2v"}))
 def test_made_up_samples_are_like_real_ones(load: Load, name: str) -> None:
     """What the engine measures calls with."""
     denoiser = load(name).chain.adapters["denoiser"]
@@ -177,7 +178,10 @@ def test_made_up_samples_are_like_real_ones(load: Load, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # the library and NumPy 2
-@pytest.mark.parametrize("name", ["FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("FlowMatchEulerDiscreteScheduler", marks=pytest.mark.nightly), "DPMSolverMultistepScheduler"],
+)
 def test_other_schedulers(load: Load, tmp_path: Path, name: str) -> None:
     """The checkpoint's own may be another; and a request may name one that can step along a flow."""
     kind = load("tiny")

@@ -14,7 +14,7 @@ from segue.orchestrator.requests.client_queue import ClientQueue
 
 pytestmark = pytest.mark.usefixtures("toy_path")
 
-TOKENS = 1500
+TOKENS = 900
 AUDIO_BYTES = TOKENS * 960
 """What one request makes."""
 UNREAD = 16384

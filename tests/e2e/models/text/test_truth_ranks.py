@@ -94,7 +94,7 @@ def test_nobody_is_left(directory: Path, expected: list[list[int]]) -> None:
     ("ranks", "kind", "named"),
     [
         pytest.param(2, "gpt2", "GPT2LMHeadModel cannot be run tensor parallel", marks=pytest.mark.nightly),
-        (3, "llama", "num_attention_heads is 4"),
+        pytest.param(3, "llama", "num_attention_heads is 4", marks=pytest.mark.nightly),
     ],
 )
 def test_what_cannot_be_divided_does_not_start(ranks: int, kind: str, named: str, tmp_path: Path) -> None:

@@ -356,14 +356,14 @@ def serve_and_compare(adapter: SeenWords, house: House, wanted: list[Case]) -> N
 MIXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
-@settings(MIXED, max_examples=40)
+@settings(MIXED, max_examples=30)
 @given(house=HOUSES, wanted=st.lists(cases(), min_size=1, max_size=8))
 def test_each_gets_what_it_gets_alone(full, house, wanted):
     serve_and_compare(full, house, wanted)
 
 
 @pytest.mark.nightly
-@settings(MIXED, max_examples=40)
+@settings(MIXED, max_examples=30)
 @given(house=HOUSES, wanted=st.lists(cases(), min_size=1, max_size=8))
 def test_with_windows(hybrid, house, wanted):
     serve_and_compare(hybrid, house, wanted)

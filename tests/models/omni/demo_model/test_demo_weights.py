@@ -86,11 +86,13 @@ def test_the_examples_are_answered(omni: Omni) -> None:
 
 
 def test_pictures_are_drawn_and_edited() -> None:
-    """Those of the page and of `make demo`, judged by plain checks of their pixels."""
+    """Some of those of the page and of `make demo`, edits too, judged by plain checks of their pixels."""
     from demo_model.pixels import follows
 
     with Omni(DRAWS, progress=False) as omni:
         examples = read_examples(omni.card, ServerSettings())
+        assert len(examples) == 6
+        examples = examples[::2] + examples[-1:]
         prompts = []
         for one in examples:
             width, height = map(int, one["size"].split("x"))
@@ -101,5 +103,4 @@ def test_pictures_are_drawn_and_edited() -> None:
                 prompts[-1]["image"] = Image.open(io.BytesIO(before))
         outs = omni.generate(prompts)
     right = [follows(one, np.asarray(out.images[0])) for one, out in zip(examples, outs, strict=True)]
-    assert len(right) == 6
-    assert sum(right) >= 4, right  # six where it was trained
+    assert sum(right) >= 3, right  # all where it was trained

@@ -158,6 +158,7 @@ def test_replies_differ_and_end_by_themselves(replies: list[Reply], reference: R
     assert np.mean([len(set(reply.token_ids)) / len(reply.token_ids) for reply in replies]) > 0.7  # no loops
 
 
+@pytest.mark.nightly  # test_truth_requests hears where it ends
 def test_speech_differs_and_ends_by_itself(replies: list[Reply]) -> None:
     spoken = [reply for reply in replies if reply.codes]
     assert len(spoken) >= 8

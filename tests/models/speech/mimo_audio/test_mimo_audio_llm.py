@@ -69,7 +69,7 @@ def test_replies_depend_on_the_prompt() -> None:
     ("asked", "config"),
     [
         (CASES, {}),
-        (SOME, {"max_tokens_per_step": 7, "prefill_chunk": 5}),
+        pytest.param(SOME, {"max_tokens_per_step": 7, "prefill_chunk": 5}, marks=pytest.mark.nightly),
         (SOME, {"num_blocks": 24, "block_size": 8}),
     ],
     ids=["together", "chunks", "preempted"],

@@ -24,17 +24,11 @@ DAILY = (
     "gpt-oss",
     "gpt2",
     "opt",
-    "cohere2",
-    "gemma2",
     "deepseek_v3",
-    "llama4_text",
     "gemma3n_text",
-    "modernbert-decoder",
-    "diffllama",
-    "hrm_text",
     "longcat_flash",
 )
-"""Of each kind of attention, of positions, of normalisation and of experts, one."""
+"""Of kinds of attention, of positions, of normalisation and of experts."""
 
 
 @pytest.fixture(scope="module", params=daily(KINDS, DAILY))

@@ -40,7 +40,7 @@ def load(directory: Path, **context: Any) -> LLM:
     return adapter
 
 
-@pytest.fixture(scope="module", params=daily(STATES, ("mamba2", "qwen3_next", "kimi_linear", "jamba")))
+@pytest.fixture(scope="module", params=daily(STATES, ("mamba2", "qwen3_next", "kimi_linear")))
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

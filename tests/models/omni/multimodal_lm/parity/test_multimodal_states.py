@@ -55,6 +55,7 @@ def test_after_preemption(stages: Stages, expected: dict[str, list[int]], states
     assert run(CASES[::-1]) == expected
 
 
+@pytest.mark.nightly  # test_causal_lm_states_ranks divides the same layers
 def test_two_processes(directory: Path, stages: Stages, expected: dict[str, list[int]], second: Second) -> None:
     """What the mixers keep is whole on both; a model without a plan for its layers is refused."""
     if "lfm2" in directory.name:
