@@ -31,7 +31,8 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "int8": ({"quantization": "int8"}, {}),
     TAYLORSEER: ({}, {"step_cache": TAYLORSEER}),
 }
-"""Arguments of `Omni`, and of each picture. The other step caches need blocks that do not join text and picture."""
+"""Arguments of `Omni`, and of each picture. The other step caches need blocks that do not join text and picture;
+bfloat16 is some 50 times slower on a CPU that does not multiply in it."""
 
 
 def held_out(count: int) -> Iterator[tuple[str, Caption | Edit]]:
@@ -129,6 +130,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("eyes", type=Path, help="a checkpoint that sees, such as segue-shapes")
     parser.add_argument("--count", type=int, default=100, help="of captions, and of edits")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], help="to draw; without: all")
     parser.add_argument("--pictures", type=Path, help="where to write those of the library")
     options = parser.parse_args()
     sorts, wanted = zip(*held_out(options.count), strict=True)
@@ -137,7 +139,7 @@ def main() -> None:
     with Omni(options.eyes) as eyes:
         exact = by_library(options.directory, asked)
         known = {"painted": painted(wanted), "library": exact}
-        for name in (*known, *WAYS):
+        for name in (*known, *options.ways):
             drawn = known[name] if name in known else by_segue(options.directory, asked, *WAYS[name])
             right = [is_right(what, pixels) for what, pixels in zip(wanted, drawn, strict=True)]
             seen = looked_at(eyes, wanted, drawn)

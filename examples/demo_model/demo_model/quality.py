@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import platform
 from collections.abc import Iterator, Sequence
 from datetime import date
 from itertools import pairwise
@@ -24,6 +23,7 @@ from demo_model.data.questions import STYLES
 from demo_model.data.sayings import FRAME
 from demo_model.ways import WAYS, batched, encoded, library_of
 from segue import AsyncOmni, Omni
+from segue.bench.harness.hardware import machine
 from segue.messages.deltas import AudioDelta
 from segue.messages.stats import Histogram
 from segue.models.omni.qwen3_omni.reference import spoken_codes
@@ -188,8 +188,10 @@ def of_experts(directory: Path, count: int) -> dict[str, Any]:
 
 def write(directory: Path, rows: list[dict[str, Any]]) -> None:
     """Figures, and what they were measured on, as `quality.json`."""
-    machine = {"cpu": platform.processor() or platform.machine(), "torch": torch.__version__, "date": str(date.today())}
-    (directory / "quality.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    found = machine()
+    on = {"cpu": found.cpu, "cores": found.cores, "torch": torch.__version__, "commit": found.commit}
+    written = {"machine": on | {"date": str(date.today())}, "rows": rows}
+    (directory / "quality.json").write_text(json.dumps(written, indent=1) + "\n")
 
 
 def main() -> None:

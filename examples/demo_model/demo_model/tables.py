@@ -18,7 +18,8 @@ def tables(found: dict[str, Any]) -> str:
     """All tables of a checkpoint, each with a line on what it shows."""
     rows, machine = found["rows"], found["machine"]
     parts = drawings(rows) if "seen" in rows[0] else answers(rows)
-    return "\n\n".join([f"Measured on {machine['cpu']}, torch {machine['torch']}, {machine['date']}.", *parts])
+    where = f"{machine['cores']} cores of {machine['cpu']}, torch {machine['torch']}"
+    return "\n\n".join([f"Measured on {where}, commit {machine['commit']}, {machine['date']}.", *parts])
 
 
 def drawings(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -27,7 +28,8 @@ def drawings(rows: Sequence[dict[str, Any]]) -> list[str]:
         f"**Drawings.** {rows[0]['asked']} held-out captions and edits: the share of pictures that are right by plain "
         "checks of their pixels (colour, shape, size, place, number, background); of how many segue-shapes describes "
         "all that there should be, each thing's colour, shape, size and place; and how far pixels, 0 to 255, are from "
-        "the library's on average. Painted pictures are true ones.",
+        "the library's on average. Painted pictures are true ones. TaylorSeer is the only step cache that such blocks "
+        "allow.",
         table(
             ["way", "captions", "edits", "captions, described", "edits, described", "from the library's"],
             (
