@@ -23,7 +23,7 @@ LEAST = {"picture": 0.85, "clip": 0.9, "nothing": 0.95, "valid JSON": 0.95}
 """Right answers in a sample of 40 questions each; the card's figures are of more."""
 
 MISTAKEN = 0.9
-"""Of the words of 12 answers."""
+"""Of the words of 8 answers."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,7 +66,7 @@ def test_what_it_says_is_understood(omni: Omni) -> None:
     pytest.importorskip("pocketsphinx")
     from demo_model.evaluate import aloud, misheard, words_of
 
-    outs = aloud(omni, 12, seed=1)
+    outs = aloud(omni, 8, seed=1)
     said = [words_of(out.text) for out in outs]
     wrong = misheard(said, [out.audio.samples for out in outs])
     assert wrong / sum(map(len, said)) < MISTAKEN, [out.text for out in outs]
@@ -92,7 +92,7 @@ def test_pictures_are_drawn_and_edited() -> None:
     with Omni(DRAWS, progress=False) as omni:
         examples = read_examples(omni.card, ServerSettings())
         assert len(examples) == 6
-        examples = examples[::2] + examples[-1:]
+        examples = examples[1::2]
         prompts = []
         for one in examples:
             width, height = map(int, one["size"].split("x"))
@@ -103,4 +103,4 @@ def test_pictures_are_drawn_and_edited() -> None:
                 prompts[-1]["image"] = Image.open(io.BytesIO(before))
         outs = omni.generate(prompts)
     right = [follows(one, np.asarray(out.images[0])) for one, out in zip(examples, outs, strict=True)]
-    assert sum(right) >= 3, right  # all where it was trained
+    assert sum(right) >= 2, right  # all where it was trained
