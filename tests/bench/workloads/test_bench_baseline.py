@@ -79,7 +79,6 @@ def test_both_ways_of_serving_do_the_work_asked_for(name: str, seconds: float, t
     assert waits[0] < waits[1] < waits[2]
 
 
-@pytest.mark.nightly  # it takes a start; what is measured is not changed by it
 @pytest.mark.slow
 def test_what_the_process_cannot_load_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def start() -> None:

@@ -89,7 +89,7 @@ def test_attention_by_itself(tmp_path: Path) -> None:
     assert "flashinfer" in json.loads((tmp_path / "attention.json").read_text())[0]["failure"]
 
 
-@pytest.mark.nightly  # interpreted, it takes long
+@pytest.mark.nightly  # test_kernels_triton has the kernel
 def test_other_tiles_of_the_decode_kernel() -> None:
     pytest.importorskip("triton")
     tried = variants(AttentionBench(backends=["torch"], tiles=True))

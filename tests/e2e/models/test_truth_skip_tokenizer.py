@@ -103,7 +103,6 @@ def test_text_is_refused_from_python(system: System) -> None:
         assert caught.value.field == field
 
 
-@pytest.mark.nightly  # it takes a start
 def test_without_the_files(directory: Path, tmp_path: Path, reply: list[int]) -> None:
     shutil.copytree(directory, tmp_path / "m", ignore=shutil.ignore_patterns("tokenizer*", "vocab*", "chat_template*"))
     system = System(tmp_path / "m", skip_tokenizer_init=True)

@@ -24,6 +24,7 @@ from segue.models.shared.library import AutoModelForCausalLM
 CUDA = pytest.param(
     "cuda:0", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 )
+# on a CPU test_truth_llm and its like have the same
 everywhere = pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.nightly), CUDA])
 on_gpu = pytest.mark.parametrize("device", [CUDA])
 TOKENS = 24

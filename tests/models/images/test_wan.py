@@ -56,6 +56,7 @@ KINDS: dict[str, list[dict[str, Any]]] = {
     "2.2-i2v": [{**GUIDED, "image": FIRST}, {**PLAIN, **BOTH}, {**LONGER, **BOTH}, {**SEVERAL, "image": OTHER}],
     "2.2-ti2v": [GUIDED, {**PLAIN, "image": FIRST}, {**LONGER, "image": OTHER}, {**SEVERAL, "image": FIRST}],
 }
+NAMES = daily(KINDS, KINDS.keys() - {"2.1-i2v"})
 
 
 @dataclass
@@ -92,7 +93,7 @@ def pipeline(case: dict[str, Any]) -> str:
     return "WanImageToVideoPipeline" if "image" in case else "WanPipeline"
 
 
-@pytest.mark.parametrize("name", daily(KINDS, KINDS.keys() - {"2.1-i2v"}))
+@pytest.mark.parametrize("name", NAMES)
 def test_alone(load: Load, name: str) -> None:
     kind = load(name)
     for case, theirs in zip(kind.cases, kind.theirs, strict=True):
@@ -108,7 +109,7 @@ def test_alone(load: Load, name: str) -> None:
             ]
 
 
-@pytest.mark.parametrize("name", daily(KINDS, KINDS.keys() - {"2.1-i2v"}))
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("late", [pytest.param({}, marks=pytest.mark.nightly), {1: 1, 2: 2, 3: 3}])
 def test_in_a_batch_and_joined_late(load: Load, name: str, late: dict[int, int]) -> None:
     """Each is at another step with its own scheduler, some with another expert."""
@@ -118,7 +119,7 @@ def test_in_a_batch_and_joined_late(load: Load, name: str, late: dict[int, int])
     assert max(kind.chain.batches) > 2, "some share a call"
 
 
-@pytest.mark.parametrize("name", daily(KINDS, KINDS.keys() - {"2.1-i2v"}))
+@pytest.mark.parametrize("name", NAMES)
 def test_videos_show_what_was_asked_for(load: Load, name: str) -> None:
     for videos in load(name).theirs:
         assert all(0.1 < float(one.std()) < 0.45 for one in videos), "not grey"
@@ -166,7 +167,7 @@ def test_parity_fails_when_one_weight_is_another(load: Load, tmp_path: Path, nam
     assert apart(made, kind.theirs[0]) > WITHIN
 
 
-@pytest.mark.parametrize("name", daily(KINDS, KINDS.keys() - {"2.1-i2v"}))
+@pytest.mark.parametrize("name", NAMES)
 def test_made_up_samples_are_like_real_ones(load: Load, name: str) -> None:
     """What the engine measures calls with."""
     denoiser = load(name).chain.adapters["denoiser"]

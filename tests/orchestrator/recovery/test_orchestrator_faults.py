@@ -154,7 +154,6 @@ def test_stopping_twice_and_asking_after_it(toy_dir: Path) -> None:
     run(body)
 
 
-@pytest.mark.nightly  # it takes a start
 def test_the_numbers_of_a_dead_worker_are_not_kept(toy_dir: Path) -> None:
     async def body() -> None:
         async with AsyncOmni(toy_dir) as omni:

@@ -121,7 +121,6 @@ def check_all(system: System, files: Files) -> None:
         assert output.token_ids == {"llm": files.expected[name][place]}, (place, name)
 
 
-@pytest.mark.nightly  # it takes a start
 def test_every_replica_has_it(files: Files) -> None:
     """Loaded while it runs, in both workers; a request whose adapter was unloaded fails by name where its worker
     dies."""

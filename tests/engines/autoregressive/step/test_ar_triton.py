@@ -61,7 +61,7 @@ def test_parity(adapter: TinyAdapter, expected: list[list[int]], enforce_eager: 
     engine.audit()
 
 
-@pytest.mark.nightly  # interpreted, it takes long
+@pytest.mark.nightly  # test_parity pads rows, too
 @triton
 def test_what_was_left_by_others_is_not_touched(adapter: TinyAdapter, expected: list[list[int]]) -> None:
     """Rows of padding write to a block of nobody, after steps of more sequences too."""
