@@ -39,7 +39,8 @@ def prefix(model_dir: Path, kind: str, style: str) -> tuple[Tensor, Tensor]:
     """Ids and positions [3, tokens] of a prompt up to where the question begins."""
     from transformers import AutoConfig
 
-    from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeThinkerForConditionalGeneration
+    from segue.models.omni.qwen3_omni.library import Qwen3OmniMoePreTrainedModelForConditionalGeneration
+    from segue.models.shared.omni.positions import MediumFacts, positions_of
 
     system = f"<|im_start|>system\n{STYLES[style]}<|im_end|>\n" if style else ""
     count = {"picture": GRID**2, "clip": 4 * GRID**2, "nothing": 0}[kind]
@@ -47,14 +48,11 @@ def prefix(model_dir: Path, kind: str, style: str) -> tuple[Tensor, Tensor]:
     media = f"<|vision_start|>{pad * count}<|vision_end|>" if count else ""
     ids = encode(model_dir, f"{system}<|im_start|>user\n{media}")
     config = AutoConfig.from_pretrained(model_dir).thinker_config
-    with torch.device("meta"):
-        thinker = Qwen3OmniMoeThinkerForConditionalGeneration(config)
-    frames = count // GRID**2
-    grid = torch.tensor([[frames, SIDE // PATCH, SIDE // PATCH]])
-    given = {"picture": {"image_grid_thw": grid}, "clip": {"video_grid_thw": grid, "second_per_grids": torch.ones(1)}}
-    index = getattr(thinker, "get_rope_index", None) or thinker.model.get_rope_index
-    positions, _ = index(ids[None], attention_mask=torch.ones_like(ids[None]), **given.get(kind, {}))
-    return ids, positions[:, 0].long()
+    grid = (count // GRID**2, SIDE // PATCH, SIDE // PATCH)
+    seen = {"picture": [MediumFacts("image", b"", grid)], "clip": [MediumFacts("video", b"", grid, 1.0)], "nothing": []}
+    place = positions_of(Qwen3OmniMoePreTrainedModelForConditionalGeneration, config)
+    positions, _ = place(ids, seen[kind], use_audio_in_video=False)
+    return ids, positions
 
 
 def rows_of(count: int) -> int:
