@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("command", choices=["create", "all", *PARTS, "assemble"])
     parser.add_argument("directory", type=Path, help="the checkpoint; what is needed to resume lies in its `training`")
     parser.add_argument("--minutes", type=float, help="train for so long, not to a step; of `all`, everything")
-    parser.add_argument("--steps", type=int, help="of each part")
+    parser.add_argument("--steps", type=int, help="of each part, from where the checkpoint began")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="of `all`")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument(
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of the process that trains")
     given = parser.parse_args()
     options = Options(given.directory, torch.device(given.device), given.workers, given.threads)
-    if not (given.directory / "config.json").exists() and given.command in ("create", "all"):
+    if not (given.directory / "config.json").exists():
         create(given.directory)
     options.training.mkdir(exist_ok=True)
     if given.command == "create":

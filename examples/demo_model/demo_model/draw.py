@@ -11,7 +11,7 @@ import torch
 
 from demo_model.training import draw
 from demo_model.training.schedule import HALF
-from demo_model.training.steps import Limits, train
+from demo_model.training.steps import LOG, Limits, logged, train
 
 SIZES = {
     "cpu": {"vae": 16, "words": 192, "flow": 16, "decoder": 16},
@@ -26,11 +26,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="demo_model.draw", description=__doc__)
     parser.add_argument("directory", type=Path, help="the checkpoint; what is needed to resume lies in its `training`")
     parser.add_argument(
-        "--parts", nargs="+", choices=SHARES, default=[*SHARES], help="which; without: all, in this order"
+        "--parts", nargs="+", choices=SHARES, help="which; without: all, in this order, from the last that has begun"
     )
-    parser.add_argument("--minutes", type=float, default=math.inf, help="of the whole training")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="of all these parts")
     parser.add_argument("--steps", type=float, default=math.inf, help="of each part, where there is time enough")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument(
         "--compile", action="store_true", help="needs a C++ compiler and minutes, then steps are faster"
     )
@@ -52,8 +52,11 @@ def main() -> None:
         "flow": draw.flow_part,
         "decoder": draw.decoder_part,
     }
-    whole = sum(SHARES[name] for name in options.parts)
-    for name in options.parts:
+    begun = [number for number, name in enumerate(SHARES) if logged(training / LOG, name)]
+    # an earlier part would change what a later one has learned from
+    parts = options.parts or [*SHARES][max(begun, default=0) :]
+    whole = sum(SHARES[name] for name in parts)
+    for name in parts:
         limits, where = Limits(options.steps, options.minutes * SHARES[name] / whole), torch.device(device)
         part = makers[name](made, directory, size=SIZES[device][name])
         train(part, limits, training, device=where, workers=options.workers, half=HALF[device])

@@ -1,4 +1,7 @@
-"""Ask what no training has seen; count right answers and understood words: `python -m demo_model.evaluate DIR`."""
+"""Ask about pictures, clips and recordings that no training has seen; count right answers and understood words:
+`python -m demo_model.evaluate DIR`.
+
+The model's English is small: the words of most questions were in the training too."""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from demo_model.data.answers import asked
-from demo_model.data.questions import JSON, STYLES, Question, is_right
+from demo_model.data.questions import JSON, NUMBERS, STYLES, Question, is_right
 from demo_model.data.recordings import HEARD_RATE, sound
 from demo_model.data.sayings import SPOKEN_RATE, spoken
 from demo_model.data.scenes import clip, picture
@@ -58,6 +61,28 @@ def held_out(count: int, *, spoken: bool = True, grammar: bool = False, seed: in
             form = {"structured_outputs": {"json_object": True}} if grammar and style == JSON else {}
             prompt = {"messages": messages, "sampling": {"thinker": {**GREEDY, **form}}}
             yield Asked(f"{'spoken ' * (number % 2)}{kind}", style, question, prompt)
+
+
+def alike(count: int) -> Iterator[Asked]:
+    """`count` written questions for the number of two to four things of one colour and shape, without a style."""
+    rng = random.Random("alike")
+    found = 0
+    while found < count:
+        scene, _, [question] = asked("picture", rng, 1, "", harder=True)
+        if scene is None or question.kind != "count_sort" or question.facts[0] not in NUMBERS[2:5]:
+            continue
+        found += 1
+        content = [
+            {"type": "image", "image": Image.fromarray(picture(scene))},
+            {"type": "text", "text": question.text},
+        ]
+        prompt = {"messages": [{"role": "user", "content": content}], "sampling": {"thinker": GREEDY}}
+        yield Asked("several alike", "", question, prompt)
+
+
+def shares(asked: Sequence[Asked], texts: Sequence[str]) -> dict[str, float]:
+    """The share of right answers to each sort of question, and of valid JSON."""
+    return {row["questions"]: row["right"] for row in answers(asked, texts)}
 
 
 def answers(asked: Sequence[Asked], texts: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -141,8 +166,9 @@ def main() -> None:
     parser.add_argument("--speech", type=int, default=40, help="spoken answers; 0: none")
     parser.add_argument("--grammar", action="store_true", help="keep answers in JSON to its grammar")
     parser.add_argument("--way", choices=WAYS, default="batched", help="how answers are asked for")
+    parser.add_argument("--seed", type=int, default=0, help="of the questions; 0: those of the card")
     options = parser.parse_args()
-    asked = list(held_out(options.count, grammar=options.grammar))
+    asked = list(held_out(options.count, grammar=options.grammar, seed=options.seed))
     texts = WAYS[options.way](options.directory, [one.prompt for one in asked])
     for row in answers(asked, texts):
         print(json.dumps(row), flush=True)

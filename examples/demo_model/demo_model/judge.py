@@ -8,6 +8,7 @@ import argparse
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from demo_model import ways
 from demo_model.data.captions import Caption, Edit, drawing, is_held_out, random_caption, random_edit, shows, things_for
 from demo_model.data.questions import JSON, STYLES
 from demo_model.data.scenes import PLACES, SIDE, Thing, centre, picture
@@ -22,13 +24,16 @@ from demo_model.evaluate import GREEDY
 from demo_model.pixels import STEPS, is_right
 from demo_model.quality import write
 from segue import Omni
+from segue.messages.deltas import ImageDelta
 from segue.messages.diffusion import TAYLORSEER
 from segue.models.shared.diffusion.library import LIBRARIES
 
-WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "as published": ({}, {}),
     "bfloat16": ({"dtype": "bfloat16"}, {}),
     "int8": ({"quantization": "int8"}, {}),
+    "int4": ({"quantization": "int4"}, {}),
+    "fp8": ({"quantization": "fp8"}, {}),
     TAYLORSEER: ({}, {"step_cache": TAYLORSEER}),
 }
 """Arguments of `Omni`, and of each picture. The other step caches need blocks that do not join text and picture;
@@ -83,11 +88,30 @@ def by_library(directory: Path, asked: Sequence[dict[str, Any]]) -> list[np.ndar
     return made
 
 
+def in_pieces(directory: Path, asked: Sequence[dict[str, Any]]) -> list[np.ndarray]:
+    """Streamed, with a preview each."""
+    made = ways.in_pieces(directory, [one | {"partial_images": 1} for one in asked])
+    return [
+        delta.array for deltas in made for delta in deltas if isinstance(delta, ImageDelta) and delta.partial is None
+    ]
+
+
+def killed(directory: Path, asked: Sequence[dict[str, Any]]) -> list[np.ndarray]:
+    return [np.asarray(out.images[0]) for out in ways.after_kills(directory, asked)]
+
+
 def by_segue(
     directory: Path, asked: Sequence[dict[str, Any]], settings: dict[str, Any], more: dict[str, Any]
 ) -> list[np.ndarray]:
     with Omni(directory, **settings) as omni:
         return [np.asarray(out.images[0]) for out in omni.generate([one | more for one in asked])]
+
+
+WAYS: dict[str, Callable[[Path, Sequence[dict[str, Any]]], list[np.ndarray]]] = {
+    "streamed": in_pieces,
+    "killed": killed,
+    **{name: partial(by_segue, settings=settings, more=more) for name, (settings, more) in SETTINGS.items()},
+}
 
 
 def looked_at(eyes: Omni, wanted: Sequence[Caption | Edit], drawn: Sequence[np.ndarray]) -> list[bool]:
@@ -140,7 +164,7 @@ def main() -> None:
         exact = by_library(options.directory, asked)
         known = {"painted": painted(wanted), "library": exact}
         for name in (*known, *options.ways):
-            drawn = known[name] if name in known else by_segue(options.directory, asked, *WAYS[name])
+            drawn = known[name] if name in known else WAYS[name](options.directory, asked)
             right = [is_right(what, pixels) for what, pixels in zip(wanted, drawn, strict=True)]
             seen = looked_at(eyes, wanted, drawn)
             apart = [float(np.abs(one.astype(int) - other).mean()) for one, other in zip(drawn, exact, strict=True)]

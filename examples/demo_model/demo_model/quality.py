@@ -21,7 +21,7 @@ import torch
 from demo_model import evaluate
 from demo_model.data.questions import STYLES
 from demo_model.data.sayings import FRAME
-from demo_model.ways import WAYS, batched, encoded, library_of
+from demo_model.ways import WAYS, after_kills, batched, encoded, in_pieces, library_of
 from segue import AsyncOmni, Omni
 from segue.bench.harness.hardware import machine
 from segue.messages.deltas import AudioDelta
@@ -41,6 +41,14 @@ _HOP, _WINDOW = 240, 960
 """Samples from one spectrum to the next, and of each."""
 
 
+def of_questions(directory: Path, count: int) -> Iterator[dict[str, Any]]:
+    """Right answers, those in JSON without a grammar and with it, and of what the model finds hardest."""
+    for grammar in (False, True):
+        asked = [*evaluate.held_out(count, grammar=grammar), *evaluate.alike(count)]
+        texts = batched(directory, [one.prompt for one in asked])
+        yield {"grammar": grammar, "asked": len(asked), "right": evaluate.shares(asked, texts)}
+
+
 def of_ways(directory: Path, count: int) -> Iterator[dict[str, Any]]:
     """Right answers by each way to ask, and how many answers are those of the library."""
     asked = list(evaluate.held_out(count))
@@ -48,7 +56,7 @@ def of_ways(directory: Path, count: int) -> Iterator[dict[str, Any]]:
     exact = WAYS["library"](directory, prompts)
     for name, ask in WAYS.items():
         texts = exact if name == "library" else ask(directory, prompts)
-        right = {row["questions"]: row["right"] for row in evaluate.answers(asked, texts)}
+        right = evaluate.shares(asked, texts)
         yield {"way": name, "asked": len(asked), "same": _share(texts, exact), "right": right}
 
 
@@ -65,7 +73,7 @@ def of_weights(directory: Path, count: int, spoken: int) -> Iterator[dict[str, A
             texts = [out.text for out in omni.generate([one.prompt for one in asked], modalities=["text"])]
             said = evaluate.speech(omni, spoken)
         exact = exact or texts
-        right = {row["questions"]: row["right"] for row in evaluate.answers(asked, texts)}
+        right = evaluate.shares(asked, texts)
         yield {"weights": name, "asked": len(asked), "same": _share(texts, exact), "right": right, "speech": said}
 
 
@@ -102,41 +110,33 @@ async def _drafted(directory: Path, prompts: Sequence[dict[str, Any]]) -> tuple[
 
 def of_seams(directory: Path, count: int) -> dict[str, Any]:
     """How much spectra change where pieces of sound meet, as a multiple of elsewhere: streamed; whole, by one call of
-    the library's vocoder, at the same places; and if pieces of as many frames were decoded apart."""
+    the library's vocoder, at the same places; and if pieces of as many frames were decoded apart. And the furthest
+    that a sample is from the library's, by each way to ask. Raises `ValueError` if a sound has another length."""
     # the library's talker cannot be given recordings
     asked = [one for one in evaluate.held_out(count, spoken=False) if one.style != evaluate.JSON][:count]
     model, processor = library_of(directory)
     changes: dict[str, list[float]] = {"streamed": [], "whole": [], "apart": []}
-    furthest = 0.0
-
-    async def pieces() -> list[list[np.ndarray]]:
-        async with AsyncOmni(directory) as omni:
-            found = []
-            for one in asked:
-                sampling = one.prompt["sampling"] | evaluate.SPEECH
-                request = omni.request(
-                    one.prompt | {"sampling": sampling}, modalities=["text", "audio"], voice="Chelsie"
-                )
-                found.append([delta.array async for delta in omni.stream(request) if isinstance(delta, AudioDelta)])
-            return found
-
-    for one, parts in zip(asked, asyncio.run(pieces()), strict=True):
-        _, codes = spoken_codes(
-            model,
-            **encoded(processor, one.prompt),
-            speaker="Chelsie",
-            thinker_do_sample=False,
-            thinker_max_new_tokens=evaluate.GREEDY["max_tokens"],
-            thinker_eos_token_id=model.config.im_end_token_id,
-            talker_max_new_tokens=evaluate.SPEECH["talker"]["max_tokens"],
-        )
+    furthest: dict[str, float] = {}
+    prompts = [one.prompt | {"sampling": one.prompt["sampling"] | evaluate.SPEECH} for one in asked]
+    aloud: dict[str, Any] = {"modalities": ["text", "audio"], "voice": "Chelsie"}
+    pieces = [
+        [delta.array for delta in deltas if isinstance(delta, AudioDelta)]
+        for deltas in in_pieces(directory, prompts, **aloud)
+    ]
+    with Omni(directory) as omni:
+        outs = omni.generate(prompts, **aloud)
+    others = {"batched": outs, "killed": after_kills(directory, prompts, **aloud)}
+    for number, (one, parts) in enumerate(zip(asked, pieces, strict=True)):
+        codes = _spoken(model, processor, one)
         with torch.inference_mode():
             whole = model.code2wav(codes)[0, 0].numpy()
             ends = np.cumsum([len(part) for part in parts])[:-1]
             frames = [0, *((ends + FRAME // 2) // FRAME).tolist(), codes.shape[2]]
             apart = [model.code2wav(codes[..., start:end])[0, 0].numpy() for start, end in pairwise(frames)]
         streamed = np.concatenate(parts)
-        furthest = max(furthest, float(np.abs(streamed - whole[: len(streamed)]).max()))
+        sounds = {"streamed": streamed, **{name: made[number].audio.samples for name, made in others.items()}}
+        for way, sound in sounds.items():
+            furthest[way] = max(furthest.get(way, 0.0), float(np.abs(sound - whole).max()))
         for name, sound, borders in (
             ("streamed", streamed, ends),
             ("whole", whole, ends),
@@ -145,7 +145,7 @@ def of_seams(directory: Path, count: int) -> dict[str, Any]:
             if len(borders):
                 changes[name].append(seam(sound, borders))
     medians = {name: round(float(np.median(found)), 3) for name, found in changes.items()}
-    return {"seams": medians, "answers": len(asked), "streamed from whole": furthest}
+    return {"seams": medians, "answers": len(asked), "furthest": furthest}
 
 
 def seam(sound: np.ndarray, borders: np.ndarray) -> float:
@@ -163,9 +163,10 @@ def seam(sound: np.ndarray, borders: np.ndarray) -> float:
 
 
 def of_experts(directory: Path, count: int) -> dict[str, Any]:
-    """Of each layer of the thinker: the largest share of tokens that one expert gets, times the number of experts."""
+    """Of each layer of thinker and talker: the largest share of tokens that one expert gets, times the number of
+    experts."""
     model, processor = library_of(directory)
-    routers = {name: one for name, one in model.thinker.named_modules() if name.endswith("mlp.gate")}
+    routers = {name: one for name, one in model.named_modules() if name.endswith("mlp.gate")}
     taken = {name: torch.zeros(one.weight.shape[0]) for name, one in routers.items()}
 
     def note(name: str) -> Any:
@@ -177,13 +178,32 @@ def of_experts(directory: Path, count: int) -> dict[str, Any]:
 
     hooks = [one.register_forward_hook(note(name)) for name, one in routers.items()]
     try:
-        with torch.inference_mode():
-            for one in evaluate.held_out(count):
-                model.thinker(**encoded(processor, one.prompt))
+        for one in evaluate.held_out(count, spoken=False):
+            if one.style != evaluate.JSON:
+                _spoken(model, processor, one)
     finally:
         for hook in hooks:
             hook.remove()
-    return {"experts": [round(float(len(one) * one.max() / one.sum()), 3) for one in taken.values()]}
+    found = {name: round(float(len(one) * one.max() / one.sum()), 3) for name, one in taken.items()}
+    return {
+        "experts": {
+            part: [value for name, value in found.items() if name.startswith(part)] for part in ("thinker", "talker")
+        }
+    }
+
+
+def _spoken(model: Any, processor: Any, one: evaluate.Asked) -> torch.Tensor:
+    """The library's codes of its spoken answer, [1, groups, frames], greedily."""
+    _, codes = spoken_codes(
+        model,
+        **encoded(processor, one.prompt),
+        speaker="Chelsie",
+        thinker_do_sample=False,
+        thinker_max_new_tokens=evaluate.GREEDY["max_tokens"],
+        thinker_eos_token_id=model.config.im_end_token_id,
+        talker_max_new_tokens=evaluate.SPEECH["talker"]["max_tokens"],
+    )
+    return codes
 
 
 def write(directory: Path, rows: list[dict[str, Any]]) -> None:
@@ -203,6 +223,7 @@ def main() -> None:
     directory, count = options.directory, options.count
     rows: list[dict[str, Any]] = []
     for found in (
+        of_questions(directory, max(count, 100)),
         of_ways(directory, count // 2),
         of_weights(directory, count, options.speech),
         of_drafts(directory, count),

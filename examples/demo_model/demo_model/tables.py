@@ -42,10 +42,25 @@ def drawings(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def answers(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Of `quality`."""
-    ways = [row for row in rows if "way" in row]
+    whole = [row for row in rows if "grammar" in row]
+    sorts = [*SORTS, "several alike"]
     parts = [
+        f"**Questions.** {whole[0]['asked']} held-out questions, a hundred or more of each sort, greedy: the share of "
+        "right answers. Pictures, clips and recordings are new; the words of most questions occurred in training. In"
+        ' "several alike" two to four things of one colour and shape are counted.',
+        table(
+            ["answers in JSON", *sorts],
+            (["by its grammar" if row["grammar"] else "free", *_right(row, sorts)] for row in whole),
+        ),
+    ]
+    ways = [row for row in rows if "way" in row]
+    [seams] = [row for row in rows if "seams" in row]
+    furthest = max(seams["furthest"].values())
+    parts += [
         f"**Ways to ask.** {ways[0]['asked']} held-out questions, greedy: the share of right answers, and of "
-        "those that are the library's to the letter.",
+        "those that are the library's to the letter. Aloud, "
+        f"{seams['answers']} answers, batched, streamed and killed, are as long as the library's; no sample is further "
+        f"than {furthest:.0e} from its.",
         table(["way", *SORTS, "as the library"], ([row["way"], *_right(row), percent(row["same"])] for row in ways)),
     ]
     weights = [row for row in rows if "weights" in row]
@@ -71,21 +86,22 @@ def answers(rows: Sequence[dict[str, Any]]) -> list[str]:
             ([row["drafts"], row["asked"], int(row["drafted"]), percent(row["accepted"])] for row in drafts),
         ),
     ]
-    [seams] = [row for row in rows if "seams" in row]
     [experts] = [row for row in rows if "experts" in row]
     parts += [
         f"**Seams.** How much the spectrum of {seams['answers']} spoken answers changes where two pieces of sound meet,"
-        f" as a multiple of elsewhere; streamed sound is at most {seams['streamed from whole']:.0e} from one call of"
-        " the library's vocoder.",
+        " as a multiple of elsewhere; whole is one call of the library's vocoder.",
         table(["streamed", "whole, at the same places", "pieces decoded apart"], [list(seams["seams"].values())]),
-        "**Experts.** The largest share of tokens that one expert of the thinker gets, as a multiple of an even share, "
-        f"layer by layer: {', '.join(f'{one:.2f}' for one in experts['experts'])}.",
+        "**Experts.** The largest share of tokens that one expert gets, as a multiple of an even one, layer by layer: "
+        + "; ".join(
+            f"{part} {', '.join(f'{one:.2f}' for one in layers)}" for part, layers in experts["experts"].items()
+        )
+        + ".",
     ]
     return parts
 
 
-def _right(row: dict[str, Any]) -> Iterator[str]:
-    return (percent(row["right"].get(sort)) for sort in SORTS)
+def _right(row: dict[str, Any], sorts: Sequence[str] = SORTS) -> Iterator[str]:
+    return (percent(row["right"].get(sort)) for sort in sorts)
 
 
 def percent(share: float | None) -> str:

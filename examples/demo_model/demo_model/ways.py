@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from segue import AsyncOmni, Omni
-from segue.messages.deltas import TextDelta
+from segue.messages.deltas import Delta, TextDelta
 from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeForConditionalGeneration, Qwen3OmniMoeProcessor
+from segue.orchestrator.omni.outputs import RequestOutput
 
 AT_ONCE = 16
 """Streamed requests."""
@@ -28,30 +29,42 @@ def batched(directory: Path, prompts: Sequence[dict[str, Any]], **settings: Any)
 
 
 def killed(directory: Path, prompts: Sequence[dict[str, Any]]) -> list[str]:
-    """All at once; after a third and after two thirds of the answers every worker is killed."""
-    texts = [""] * len(prompts)
+    """`after_kills`, of texts."""
+    return [out.text for out in after_kills(directory, prompts, modalities=["text"])]
+
+
+def after_kills(directory: Path, prompts: Sequence[dict[str, Any]], **settings: Any) -> list[RequestOutput]:
+    """All at once; after a third and after two thirds of the answers every worker is killed.
+
+    `settings`: of requests."""
+    outs: dict[int, RequestOutput] = {}
     thirds = {len(prompts) // 3, 2 * len(prompts) // 3}
     with Omni(directory) as omni:
-        for number, (place, out) in enumerate(omni.as_completed(prompts, modalities=["text"]), 1):
+        for place, out in omni.as_completed(prompts, **settings):
             if isinstance(out, Exception):
                 raise out
-            texts[place] = out.text
-            if number in thirds:
+            outs[place] = out
+            if len(outs) in thirds:
                 workers = {one.pid for stage in omni.health().stages.values() for one in stage.replicas}
                 for pid in workers - {None}:
                     os.kill(pid, signal.SIGKILL)
-    return texts
+    return [outs[place] for place in range(len(prompts))]
 
 
 def streamed(directory: Path, prompts: Sequence[dict[str, Any]]) -> list[str]:
-    """Piece by piece, `AT_ONCE` at a time."""
+    """`in_pieces`, of texts."""
+    answers = in_pieces(directory, prompts, modalities=["text"])
+    return ["".join([delta.text for delta in deltas if isinstance(delta, TextDelta)]) for deltas in answers]
 
-    async def ask(omni: AsyncOmni, free: asyncio.Semaphore, prompt: dict[str, Any]) -> str:
+
+def in_pieces(directory: Path, prompts: Sequence[dict[str, Any]], **settings: Any) -> list[list[Delta]]:
+    """All that each request streams, `AT_ONCE` of them at a time. `settings`: of requests."""
+
+    async def ask(omni: AsyncOmni, free: asyncio.Semaphore, prompt: dict[str, Any]) -> list[Delta]:
         async with free:
-            request = omni.request(prompt, modalities=["text"])
-            return "".join([delta.text async for delta in omni.stream(request) if isinstance(delta, TextDelta)])
+            return [delta async for delta in omni.stream(omni.request(prompt, **settings))]
 
-    async def all_of_them() -> list[str]:
+    async def all_of_them() -> list[list[Delta]]:
         free = asyncio.Semaphore(AT_ONCE)
         async with AsyncOmni(directory) as omni:
             return await asyncio.gather(*(ask(omni, free, prompt) for prompt in prompts))

@@ -22,7 +22,15 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import sdpa_mask
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
-__all__ = ["Qwen3OmniMoeForConditionalGeneration", "audio_encoder", "heard", "language_model", "prepare", "seen"]
+__all__ = [
+    "Qwen3OmniMoeForConditionalGeneration",
+    "audio_encoder",
+    "heard",
+    "language_model",
+    "prepare",
+    "seen",
+    "vision",
+]
 
 _FILLED = 128
 """An expert takes a multiple of so many tokens."""

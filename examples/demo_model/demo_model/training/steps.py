@@ -70,7 +70,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a part is trained: until `steps`, over all calls, or for `minutes` of this one, if that is earlier."""
+    """How long a part is trained: for `steps`, over all calls, or for `minutes` of this one, if that is earlier. Steps
+    before a checkpoint that is trained further do not count."""
 
     steps: float = math.inf
     minutes: float = math.inf
@@ -106,7 +107,8 @@ def train(
 ) -> None:
     """Train to the limits; go on from what an earlier call, complete or killed, left. `half`: products in bfloat16.
 
-    Without what an earlier call left, as in a checkpoint that is trained further, steps are counted on from the log.
+    Without what an earlier call left, as in a copy of a checkpoint that is trained further, steps are numbered on from
+    the log.
 
     Writes `<name>.pt`, what is needed to go on, every `saved_every` seconds and at the end, and appends to the log.
     """
@@ -124,20 +126,19 @@ def train(
             {"params": [*part.stacks], "share": share, "stacked": True},
         ]
         optimizers.append(Muon(kinds, part.matrix_rate, half=half))
-    step = _logged(directory / LOG, part.name)
+    first = step = logged(directory / LOG, part.name)
     if left.exists():
         found = torch.load(left, weights_only=True, map_location=device)
         trained.load_state_dict(found["weights"])
         for optimizer, state in zip(optimizers, found["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        step = found["step"]
-    first = 0 if left.exists() else step
+        first, step = found["first"], found["step"]
     most = FURTHER if first else 1.0
     begun = saved = time.monotonic()
-    share, recent = limits.share(step, 0.0), _Recent()
+    share, recent = limits.share(step - first, 0.0), _Recent()
     if share >= 1:
         return
-    for batch in _batches(part, step, limits, workers):
+    for batch in _batches(part, step, first + limits.steps, workers):
         torch.manual_seed(step)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = most * part.rate * group["share"] * _rate(step - first, share)
@@ -152,13 +153,13 @@ def train(
         step += 1
         recent.add({"loss": loss, **values})
         now = time.monotonic()
-        share = limits.share(step, now - begun)
+        share = limits.share(step - first, now - begun)
         if step % LOGGED_EVERY == 0 or share >= 1:
             row = {"part": part.name, "step": step, "seconds": round(now - begun, 1), **recent.means()}
             _write(directory / LOG, row)
         if now - saved > saved_every or share >= 1:
             states = [optimizer.state_dict() for optimizer in optimizers]
-            _save(left, {"weights": trained.state_dict(), "optimizers": states, "step": step})
+            _save(left, {"weights": trained.state_dict(), "optimizers": states, "first": first, "step": step})
             saved = now
         if share >= 1:
             return
@@ -212,7 +213,7 @@ def _attended(
     return torch.softmax(scores, -1) @ value
 
 
-def _logged(log: Path, name: str) -> int:
+def logged(log: Path, name: str) -> int:
     """The last step of a part in a log, from which it goes on with other data; 0 if it has none."""
     rows = map(json.loads, log.read_text().splitlines()) if log.exists() else ()
     return max((row["step"] for row in rows if row["part"] == name), default=0)
@@ -234,9 +235,10 @@ def moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _batches(part: Part, first: int, limits: Limits, workers: int) -> Iterable[Any]:
-    last = first + 10**9 if limits.steps == math.inf else int(limits.steps)
-    return DataLoader(_Steps(part.batch, first, last), batch_size=None, num_workers=workers, prefetch_factor=3)
+def _batches(part: Part, step: int, end: float, workers: int) -> Iterable[Any]:
+    """Of the steps from `step` to `end`; without `workers` they are made between the steps."""
+    data = _Steps(part.batch, step, step + 10**9 if end == math.inf else int(end))
+    return DataLoader(data, batch_size=None, num_workers=workers, prefetch_factor=3 if workers else None)
 
 
 def _rate(step: int, share: float) -> float:
