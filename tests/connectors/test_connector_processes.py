@@ -132,6 +132,6 @@ def test_no_descriptor_thread_or_mapping_is_left() -> None:
     use()
     fds, threads = descriptors(), threading.active_count()
     use()
-    assert descriptors() == fds
-    assert threading.active_count() == threads
+    assert descriptors() <= fds  # of earlier tests some may just end
+    assert threading.active_count() <= threads
     assert "memfd:segue-pool" not in Path("/proc/self/maps").read_text()

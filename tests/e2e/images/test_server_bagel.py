@@ -42,7 +42,7 @@ def test_generations(client: openai.OpenAI) -> None:
     same = client.images.generate(**asked, extra_body={**FEW, "seed": 1})
     other = client.images.generate(**asked, extra_body={**FEW, "seed": 2})
     assert drawn(one).shape == (64, 96, 3)
-    assert np.array_equal(drawn(one), drawn(same))
+    assert np.abs(drawn(one) - drawn(same)).max() <= 1  # the second reads its prompt from the prefix cache
     assert np.abs(drawn(one) - drawn(other)).mean() > 1
     assert one.usage is not None
     assert (one.usage.input_tokens_details.image_tokens, one.usage.output_tokens) == (0, 24)
@@ -104,7 +104,7 @@ def test_chat(client: openai.OpenAI, server: Served) -> None:
     edit = client.images.edit(model=NAME, image=png(), prompt="Make the sky green", extra_body={**FEW, "seed": 3})
     assert both["content"]
     assert [part["type"] for part in alone["content"]] == ["image_url"]
-    assert np.array_equal(_image(alone), drawn(edit))
+    assert np.abs(_image(alone) - drawn(edit)).max() <= 1
     assert np.abs(_image(both) - _image(alone)).mean() > 1
 
 

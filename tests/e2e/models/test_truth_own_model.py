@@ -52,8 +52,12 @@ def counted(system: System, name: str) -> float:
 
 
 def test_together_in_chunks_preempted_and_from_the_prefix_cache(system: System, author: Author) -> None:
-    for output, request in zip(system.ask(*(prompt(*request) for request in REQUESTS)), REQUESTS, strict=True):
-        check(author, output, *request)
+    for _ in range(8):  # on a busy machine they may come one after the other, and have room
+        for output, request in zip(system.ask(*(prompt(*request) for request in REQUESTS)), REQUESTS, strict=True):
+            check(author, output, *request)
+        system.run(system.refused())  # counters are of a report after these
+        if counted(system, "preemptions_total"):
+            break
     assert counted(system, "preemptions_total") > 0
     assert output.usage.prompt_modalities == {"image": PER_FRAME, "actions": 4 * 6}
     hits = counted(system, "prefix_hit_tokens_total")

@@ -194,7 +194,7 @@ def test_what_is_too_much_costs_the_stages_nothing(server: Served, http: httpx.C
 
 def test_a_list_that_is_taken_leaves_others_their_turn(server: Served) -> None:
     """A request that comes when one of 512 prompts has begun is answered long before that one is."""
-    asked = {"model": NAME, "prompt": ["a"] * 512, "max_tokens": 4, "temperature": 0, "stream": True}
+    asked = {"model": NAME, "prompt": ["a"] * 512, "max_tokens": 32, "temperature": 0, "stream": True}
     with server.client() as greedy, server.client() as http, greedy.stream("POST", COMPLETIONS, json=asked) as answer:
         lines = answer.iter_lines()  # once nobody has it, the response is closed
         next(lines)

@@ -20,11 +20,13 @@ from segue.messages.sampling import SamplingParams, StructuredOutput
 
 ENDLESS = "(" + "|".join(f"[ab]{{{count}}}" for count in range(1, 2500)) + ")*"
 """24 KB; compiled for more than 20 s of a processor that does nothing else, for a vocabulary of 100 tokens."""
+MEMORY = 64 << 30
+"""More than it takes until it is ended; a fast processor fills 1 GiB within a second."""
 
 
 @pytest.fixture(scope="module")
 def kept():
-    with home() as (compilers, [process]):
+    with home(memory=MEMORY) as (compilers, [process]):
         yield compilers, process
 
 
@@ -51,7 +53,7 @@ def ended(pids: list[int]) -> bool:
 
 
 def test_what_takes_too_long_is_ended():
-    with home(memory=64 << 30) as (compilers, [process]):  # a fast processor fills 1 GiB within the second
+    with home(memory=MEMORY) as (compilers, [process]):
         with pytest.raises(InvalidRequest, match="takes more than 1 seconds to compile"):
             compiler(compilers, 1.0)("regex", ENDLESS)
         assert ended(children(process))

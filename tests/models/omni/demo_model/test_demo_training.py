@@ -125,7 +125,6 @@ def test_pixels_and_positions_are_those_of_the_library(untrained: Path, model: A
 
 def test_spectra_rows_and_experts_are_those_of_the_library(untrained: Path, model: Any) -> None:
     """Recordings at once give what the library gives each, and experts do with their tokens side by side."""
-    pytest.importorskip("espeakng_loader")
     from demo_model.data import recordings
     from demo_model.data.prompts import rows_of
     from demo_model.training import hear, networks
@@ -161,10 +160,52 @@ def test_spectra_rows_and_experts_are_those_of_the_library(untrained: Path, mode
 
 
 @pytest.mark.nightly
+def test_each_part_leaves_a_checkpoint_that_the_library_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of each, in order; each changes its own half, and what earlier ones have learned stays."""
+    pytest.importorskip("espeakng_loader")
+    from demo_model.training import schedule, steps
+    from demo_model.training.checkpoint import create
+
+    from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeForConditionalGeneration
+
+    changes = {
+        "codec": ("code2wav", "code_embedding"),
+        "vocoder": ("code2wav", "decoder"),
+        "vision": ("thinker", "visual"),
+        "dictation": ("thinker", "audio_tower"),
+        "answers": ("thinker", "lm_head"),
+        "hearing": ("thinker", "audio_tower"),
+        "speaking": ("talker", "code_predictor"),
+    }
+    assert [*changes] == [*schedule.PARTS]
+    monkeypatch.setitem(schedule.SIZES, "cpu", dict.fromkeys(changes, 2) | {"codec": 60})
+    monkeypatch.setattr(steps, "WARM_UP", 1)  # else a step is smaller than what bfloat16 can hold
+    directory = tmp_path / "model"
+    create(directory)
+    options = schedule.Options(directory, torch.device("cpu"), workers=0, threads=1)
+    options.training.mkdir()
+
+    def weights() -> dict[str, torch.Tensor]:
+        model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(directory, dtype=torch.bfloat16)
+        return dict(model.state_dict())
+
+    schedule.assemble(options)
+    before = weights()
+    for name, (half, part) in changes.items():
+        schedule.train_one(name, options, schedule.limits(name, 1, None))
+        schedule.assemble(options)
+        after = weights()
+        changed = {key for key in before if not torch.equal(before[key], after[key])}
+        assert any(part in key for key in changed), (name, changed)
+        assert all(key.startswith(half) for key in changed), (name, changed)
+        before = after
+
+
+@pytest.mark.nightly
 def test_resumed_training_equals_an_uninterrupted_one(untrained: Path, tmp_path: Path) -> None:
     """And training by time ends with it, at a low rate."""
     from demo_model.training import networks, see
-    from demo_model.training.steps import LOG, Limits, Part, train
+    from demo_model.training.steps import LOG, Limits, Part, logged, train
 
     def trained(directory: Path, limits: Limits, stops: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
         directory.mkdir(exist_ok=True)
@@ -186,6 +227,14 @@ def test_resumed_training_equals_an_uninterrupted_one(untrained: Path, tmp_path:
     once = trained(tmp_path / "once", Limits(steps=5))
     twice = trained(tmp_path / "twice", Limits(steps=5), (0, 2, 4))
     assert all(torch.equal(once[name], twice[name]) for name in once)
+    # further, from a checkpoint of which nothing but the log is left: for as many steps more, at its own rate
+    for name in ("once", "twice"):
+        (tmp_path / name / "vision.pt").unlink()
+    further = trained(tmp_path / "once", Limits(steps=3))
+    again = trained(tmp_path / "twice", Limits(steps=3), (6, 7))
+    assert all(torch.equal(further[name], again[name]) for name in further)
+    assert logged(tmp_path / "twice" / LOG, "vision") == 8
+    assert any(not torch.equal(once[name], further[name]) for name in once)
     before = networks.Qwen3OmniMoeForConditionalGeneration.from_pretrained(untrained, dtype=torch.float32)
     assert not torch.equal(networks.vision(before).patch_embed.proj.weight, once["patch_embed.proj.weight"])
     trained(tmp_path / "timed", Limits(minutes=0.02))
@@ -237,7 +286,6 @@ def test_plain_attention_is_the_librarys(kind: str) -> None:
 
 
 def test_words_are_counted_as_mistaken_once() -> None:
-    pytest.importorskip("espeakng_loader")
     from demo_model.evaluate import mistakes
 
     said = ["there", "are", "two", "red", "circles"]
