@@ -22,6 +22,12 @@ SHARES = {"vae": 0.25, "words": 0.05, "flow": 0.6, "decoder": 0.1}
 """Parts, in an order in which each finds what it needs, and their shares of the time."""
 
 
+def parts_left(training: Path) -> list[str]:
+    """From the last part that has begun: an earlier one would change what it has learned from."""
+    begun = [number for number, name in enumerate(SHARES) if logged(training / LOG, name)]
+    return [*SHARES][max(begun, default=0) :]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="demo_model.draw", description=__doc__)
     parser.add_argument("directory", type=Path, help="the checkpoint; what is needed to resume lies in its `training`")
@@ -52,9 +58,7 @@ def main() -> None:
         "flow": draw.flow_part,
         "decoder": draw.decoder_part,
     }
-    begun = [number for number, name in enumerate(SHARES) if logged(training / LOG, name)]
-    # an earlier part would change what a later one has learned from
-    parts = options.parts or [*SHARES][max(begun, default=0) :]
+    parts = options.parts or parts_left(training)
     whole = sum(SHARES[name] for name in parts)
     for name in parts:
         limits, where = Limits(options.steps, options.minutes * SHARES[name] / whole), torch.device(device)

@@ -4,6 +4,7 @@ in Segue."""
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import shutil
 import sys
@@ -63,6 +64,17 @@ def test_other_words_are_no_captions(words: str) -> None:
 
     with pytest.raises(ValueError, match="not in the captions' language"):
         caption_of(words)
+
+
+def test_a_further_call_goes_on_with_the_part_that_has_begun(tmp_path: Path) -> None:
+    from demo_model.draw import SHARES, parts_left
+    from demo_model.training.steps import LOG
+
+    assert parts_left(tmp_path) == [*SHARES]
+    rows = [{"part": "vae", "step": 40}, {"part": "words", "step": 20}, {"part": "vae", "step": 60}]
+    (tmp_path / LOG).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert parts_left(tmp_path) == ["words", "flow", "decoder"]
+    assert parts_left(EXAMPLE.parent / "segue-draws" / "training") == ["decoder"]
 
 
 @pytest.mark.nightly
