@@ -18,7 +18,7 @@ def tables(found: dict[str, Any]) -> str:
     """All tables of a checkpoint, each with a line on what it shows."""
     rows, machine = found["rows"], found["machine"]
     parts = drawings(rows) if "seen" in rows[0] else answers(rows)
-    where = f"{machine['cores']} cores of {machine['cpu']}, torch {machine['torch']}"
+    where = f"{machine['cores']} core{'s' * (machine['cores'] > 1)} of {machine['cpu']}, torch {machine['torch']}"
     return "\n\n".join([f"Measured on {where}, commit {machine['commit']}, {machine['date']}.", *parts])
 
 
