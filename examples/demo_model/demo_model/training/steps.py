@@ -110,7 +110,8 @@ def train(
     Without what an earlier call left, as in a copy of a checkpoint that is trained further, steps are numbered on from
     the log.
 
-    Writes `<name>.pt`, what is needed to go on, every `saved_every` seconds and at the end, and appends to the log.
+    Writes `<name>.pt`, what is needed to go on, after the first step, every `saved_every` seconds and at the end, and
+    appends to the log.
     """
     left = directory / f"{part.name}.pt"
     assert part.batch is not None
@@ -134,7 +135,7 @@ def train(
             optimizer.load_state_dict(state)
         first, step = found["first"], found["step"]
     most = FURTHER if first else 1.0
-    begun = saved = time.monotonic()
+    begun, saved = time.monotonic(), -math.inf  # the first step is saved before the log knows of it
     share, recent = limits.share(step - first, 0.0), _Recent()
     if share >= 1:
         return
