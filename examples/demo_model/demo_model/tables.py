@@ -47,7 +47,8 @@ def answers(rows: Sequence[dict[str, Any]]) -> list[str]:
     parts = [
         f"**Questions.** {whole[0]['asked']} held-out questions, a hundred or more of each sort, greedy: the share of "
         "right answers. Pictures, clips and recordings are new; the words of most questions occurred in training. In"
-        ' "several alike" two to four things of one colour and shape are counted.',
+        ' "several alike" two to four things of one colour and shape are counted. Recordings of the two rows differ a '
+        "little, since espeak-ng's sound depends on what it said before.",
         table(
             ["answers in JSON", *sorts],
             (["by its grammar" if row["grammar"] else "free", *_right(row, sorts)] for row in whole),

@@ -55,7 +55,7 @@ def test_together_in_chunks_preempted_and_from_the_prefix_cache(system: System, 
     for _ in range(8):  # on a busy machine they may come one after the other, and have room
         for output, request in zip(system.ask(*(prompt(*request) for request in REQUESTS)), REQUESTS, strict=True):
             check(author, output, *request)
-        system.run(system.refused())  # counters are of a report after these
+        system.run(system.refused())  # time for the trunk's report
         if counted(system, "preemptions_total"):
             break
     assert counted(system, "preemptions_total") > 0

@@ -25,7 +25,7 @@ LEAST = {"picture": 0.85, "clip": 0.9, "nothing": 0.95, "valid JSON": 0.95}
 SPOKEN = 0.8
 """Of 60 spoken questions."""
 MISTAKEN = 1.5
-"""Words of 8 answers that a recogniser mistakes, relative to espeak-ng's own sound of them."""
+"""Words of 4 answers that a recogniser mistakes, relative to espeak-ng's own sound of them."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,8 +73,8 @@ def test_what_it_says_is_understood(omni: Omni) -> None:
     pytest.importorskip("espeakng_loader")
     from demo_model.evaluate import speech
 
-    found = speech(omni, 8)
-    assert found["words"] > 20
+    found = speech(omni, 4)
+    assert found["words"] > 15
     assert found["error"] <= MISTAKEN * found["espeak"], found
 
 
